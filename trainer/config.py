@@ -1,0 +1,349 @@
+"""Every knob, once: a field here is a flag on the command line and a key in a recipe.
+
+The four groups are the sections of `--help`. Hardware, number of processes and precision are not knobs of the trainer: they belong
+to `accelerate launch` and its config file (accelerate_configs/); `--mixed_precision` only overrides.
+"""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.runtime import UserError, env_int
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data"""
+
+    dataset: str = "mnist5k"
+    """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder of images or Parquet
+    files"""
+    batch_size: int | None = None
+    """images a process takes through the model at once; unset: 32, or what --global_batch_size asks for"""
+    global_batch_size: int | None = None
+    """images of one update = batch size x processes x accumulation; keeps training the same for any number of processes; unset:
+    whatever the product is"""
+    eval_batch_size: int = 500
+    """images a process evaluates at once"""
+    normalize: Literal["dataset", "none"] = "dataset"
+    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, 'none' only scales to 0..1"""
+    cache: Literal["auto", "ram", "none"] = "auto"
+    """decoded images: kept in memory ('ram'), decoded each time ('none'), or in memory when they take at most half of what is free
+    ('auto')"""
+    num_workers: int = 0
+    """worker processes that load data, for each training process; 0: the training process itself"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model and numerics"""
+
+    model: Literal["convnet"] = "convnet"
+    """the tutorials' ConvNet"""
+    sync_bn: Literal["auto", "on", "off"] = "auto"
+    """BatchNorm over the images of all processes; 'auto' is 'on' when there is more than one process"""
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
+    """overrides the launcher's precision; unset: what `accelerate launch` or its config file says"""
+    tf32: bool = False
+    """TensorFloat-32 for fp32 matrix products and convolutions on CUDA: faster, with 10 bits of mantissa"""
+    cpu_threads: int | None = None
+    """threads of a process on the CPU; unset: the cores shared by the processes of the host"""
+    find_unused_parameters: bool = False
+    """DDP: search each backward pass for parameters without gradient; only for models that leave some out"""
+    broadcast_buffers: bool = True
+    """DDP: send rank 0's buffers (BatchNorm statistics) to all ranks at each forward pass"""
+    gradient_as_bucket_view: bool = False
+    """DDP: let gradients share memory with the communication buckets; saves one copy of the gradients"""
+    static_graph: bool = False
+    """DDP: promise that every iteration uses the same parameters"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimisation"""
+
+    epochs: int = 3
+    """passes over the train split"""
+    max_steps: int | None = None
+    """end after this many updates, with an evaluation; unset: after all epochs"""
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    """torch.optim's SGD, Adam or AdamW"""
+    lr: float = 3e-3
+    """peak learning rate"""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """multiply the rate by processes x accumulation ('linear'), by its square root ('sqrt'), or not at all"""
+    momentum: float = 0.9
+    """of SGD, 0..1"""
+    weight_decay: float = 0.01
+    """as the optimizer defines it"""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """after warm-up the rate stays, or falls to 0 in a line or a half cosine over all updates"""
+    warmup_epochs: float = 0.3
+    """epochs over which the rate rises linearly from 0"""
+    gradient_accumulation_steps: int = 1
+    """forward and backward passes of a process for one update"""
+    max_grad_norm: float | None = None
+    """clip the gradient of an update to this L2 norm; unset: no clipping"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Run"""
+
+    seed: int = 0
+    """the number that all randomness derives from"""
+    output_dir: str | None = None
+    """folder for everything the run writes; unset: runs/<dataset>-<time>"""
+    log_interval: int = 50
+    """updates between two log lines"""
+
+
+SECTIONS = (DataConfig, ModelConfig, OptimConfig, RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
+    """All knobs of a run, checked, never changed after parsing.
+
+    Raises:
+        UserError: a value out of its range, or two that contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                bound = f"at least {low}" if high == INFINITY else f"between {low} and {high}"
+                raise UserError(f"--{name} must be {bound}, but is {value}")
+        for name in ("lr", "max_grad_norm"):
+            if getattr(self, name) == 0:
+                raise UserError(f"--{name} must be above 0, but is 0")
+        if self.global_batch_size is not None and self.scale_lr != "none":
+            raise UserError(
+                f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
+                "for any number of processes: leave one of them out"
+            )
+
+
+INFINITY = float("inf")
+RANGES: dict[str, tuple[float, float]] = {
+    "batch_size": (1, INFINITY),
+    "global_batch_size": (1, INFINITY),
+    "eval_batch_size": (1, INFINITY),
+    "num_workers": (0, INFINITY),
+    "cpu_threads": (1, INFINITY),
+    "epochs": (1, INFINITY),
+    "max_steps": (1, INFINITY),
+    "lr": (0, INFINITY),
+    "momentum": (0, 1),
+    "weight_decay": (0, INFINITY),
+    "warmup_epochs": (0, INFINITY),
+    "gradient_accumulation_steps": (1, INFINITY),
+    "max_grad_norm": (0, INFINITY),
+    "seed": (0, 2**63 - 1),
+    "log_interval": (1, INFINITY),
+}
+
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+SHORT_FLAGS = {"-e": "--epochs", "-b": "--batch_size"}
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The config that the flags, and the recipe named by `--config`, ask for. Flags beat the recipe, the recipe beats the defaults.
+
+    Raises:
+        UserError: an unknown flag or key, a value of the wrong type or out of range, an unreadable recipe.
+        SystemExit: `--help` was asked for; the main process prints it.
+    """
+    from argparse import ArgumentError
+
+    arguments = normalise(argv)
+    parser = build_parser()
+    if "--help" in arguments or "-h" in arguments:
+        if env_int("RANK", 0) == 0:
+            parser.print_help()
+        raise SystemExit(0)
+    recipe: list[str] = []
+    while "--config" in arguments:
+        position = arguments.index("--config")
+        if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):
+            raise UserError("--config needs a value: a recipe")
+        recipe += read_recipe(find_recipe(arguments[position + 1]))
+        del arguments[position : position + 2]
+    try:
+        values = vars(parser.parse_args(recipe + arguments))
+    except ArgumentError as error:
+        raise UserError(explain(str(error))) from None
+    del values["config"]
+    # The more explicit of the two wins; both on one level must agree, which loaders.py checks once the processes are counted.
+    if "--global_batch_size" in arguments and "--batch_size" not in arguments:
+        values["batch_size"] = None
+    if "--batch_size" in arguments and "--global_batch_size" not in arguments:
+        values["global_batch_size"] = None
+    return Config(**values)
+
+
+def build_parser() -> "ArgumentParser":
+    """The parser of the flags: one section for each group of `Config`."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        usage="accelerate launch [launcher's options] trainer/main.py [--config RECIPE] [options]",
+        description="Train an image classifier on any number of processes. Hardware, number of processes and precision come from "
+        "`accelerate launch` and its config file (accelerate_configs/).",
+        epilog="Flags may be written with hyphens too. A flag beats the recipe, the recipe beats the default.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="RECIPE",
+        help=f"recipe: a YAML file, or the name of one of the trainer's own ({', '.join(recipe_names())})",
+    )
+    for section in SECTIONS:
+        parser.add_class_arguments(section)
+    return parser
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """Flags as the parser knows them: `--batch-size=32` and `-b 32` become `--batch_size 32`, a bare `--tf32` gets its `true`.
+
+    `--local-rank`, which torch.distributed.launch appends, is dropped: the same number is in the environment.
+
+    Raises:
+        UserError: the first tutorial's `--gpu`.
+    """
+    booleans = {f"--{field.name}" for field in fields(Config) if field.type is bool}
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("-") and "=" in word:
+            flag, _, value = word.partition("=")
+            words += [flag, value]
+        else:
+            words.append(word)
+    result: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        word = SHORT_FLAGS.get(word, word)
+        if not word.startswith("--"):
+            result.append(word)
+            continue
+        flag = "--" + word[2:].replace("-", "_")
+        has_value = position < len(words) and (not words[position].startswith("-") or _is_number(words[position]))
+        if flag == "--gpu":
+            raise UserError("--gpu is not a flag of the trainer: choose GPUs with `accelerate launch --gpu_ids 0,1 trainer/main.py`")
+        if flag == "--local_rank":
+            position += has_value
+            continue
+        result.append(flag)
+        if flag in booleans and not has_value:
+            result.append("true")
+        elif has_value:
+            result.append(words[position])
+            position += 1
+    return result
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def find_recipe(name: str) -> Path:
+    """The file that `--config` names: a path, or the trainer's own recipe of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    own = RECIPES / f"{Path(name).stem}.yaml"
+    if os.path.isfile(name):
+        return Path(name)
+    if own.is_file() and str(Path(name).parent) in (".", "recipes"):
+        return own
+    raise UserError(f"--config: there is no file {name}, and the trainer's own recipes are {', '.join(recipe_names())}")
+
+
+def read_recipe(path: Path) -> list[str]:
+    """A recipe as the flags it stands for, `["--lr", "3e-3", ...]`, so that flags and keys are read by the same rules.
+
+    Raises:
+        UserError: the file is unreadable, not a mapping, or has an unknown key; named with the nearest known one.
+    """
+    import yaml
+
+    try:
+        # BaseLoader leaves every scalar a text: YAML 1.1 would read `sync_bn: on` as true and `lr: 1e-4` as a text.
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"the recipe {path} must be lines of 'key: value', as in {RECIPES / 'mnist5k.yaml'}")
+    flags: list[str] = []
+    for key, value in content.items():
+        if key not in _field_names():
+            raise UserError(f"the recipe {path} has an unknown key '{key}'{suggestion(str(key), _field_names())}")
+        if not isinstance(value, str):
+            raise UserError(f"the recipe {path}: {key} must be one value")
+        flags += [f"--{key}={value or 'null'}"]
+    return flags
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in fields(Config)]
+
+
+def suggestion(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def explain(message: str) -> str:
+    """A parser's error message as one sentence that says what to write instead."""
+    unrecognized = re.match(r"unrecognized arguments: (\S+)", message)
+    if unrecognized:
+        word = unrecognized[1]
+        if word.startswith("-"):
+            return f"unknown flag {word}{suggestion(word, ['--config', *(f'--{name}' for name in _field_names())]) or ': see --help'}"
+        return f"unexpected word '{word}': every setting is a flag, see --help"
+    no_value = re.match(r"argument (\S+): expected one argument", message)
+    if no_value:
+        return f"{no_value[1]} needs a value{_expected(no_value[1].removeprefix('--'))}"
+    key = re.match(r'Parser key "(\w+)"', message)
+    if key:
+        value = re.search(r"(?:Given|Got) value: (.*)\Z", message, re.DOTALL)
+        return f"--{key[1]} must be{_expected(key[1], '')}" + (f", but is {value[1].strip()!r}" if value else "")
+    return " ".join(message.split())
+
+
+def _expected(name: str, before: str = ":") -> str:
+    from typing import get_args, get_type_hints
+
+    hint = get_type_hints(Config).get(name)
+    if hint is None:
+        return ""
+    choices: list[str] = []
+    for part in (hint, *get_args(hint)):
+        if part in TYPE_NAMES:
+            return f"{before} {TYPE_NAMES[part]}"
+        choices += [word for word in get_args(part) if isinstance(word, str)]
+    return f"{before} one of {', '.join(dict.fromkeys([*choices, *(w for w in get_args(hint) if isinstance(w, str))]))}"

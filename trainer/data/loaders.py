@@ -1,0 +1,119 @@
+"""The data of a run: decoded, measured, cut into batches, ready for `Accelerator.prepare`."""
+
+from dataclasses import dataclass
+
+import psutil
+from torch.utils.data import DataLoader
+
+from trainer.config import Config
+from trainer.data.dataset import GREY_MODES, Batch, ImageDataset, Transform, identity, open_image
+from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
+from trainer.data.sources import Source, load_source
+from trainer.data.transforms import pixel_statistics
+from trainer.runtime import Processes, UserError
+
+DEFAULT_BATCH_SIZE = 32
+# Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
+SMALLEST_SIDE = 4
+
+
+@dataclass(frozen=True)
+class Data:
+    """Both splits and what is known of them.
+
+    Attributes:
+        train, test: the splits.
+        test_split: the test split's name in the data set.
+        classes: class names in the order of their numbers.
+        mean, std: what `Normalize` subtracts and divides by, for each channel, pixels scaled to 0..1.
+        plan: how an epoch is cut into batches.
+    """
+
+    train: ImageDataset
+    test: ImageDataset
+    test_split: str
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    plan: BatchPlan
+
+
+def load_data(config: Config, processes: Processes, transform: Transform | None = None) -> Data:
+    """Find, open, decode and measure the data; local rank 0 of each host first. A collective.
+
+    Args:
+        config: `dataset`, `cache`, `normalize` and the batch sizes rule.
+        processes: all of them take part and fail together.
+        transform: augmentation of training images, see `ImageDataset`.
+
+    Raises:
+        UserError: the data set, an image or a batch size is not as it must be.
+    """
+    source = processes.local_main_first(lambda: load_source(config.dataset))
+    with processes.together():
+        plan = plan_batches(config, len(source.train_labels), processes.count)
+        train, test = open_splits(source, config, transform)
+        fits = (train.nbytes() + test.nbytes()) * processes.local_count <= psutil.virtual_memory().available / 2
+    in_memory = config.cache == "ram" or (config.cache == "auto" and all(processes.all_gather(fits)))
+    with processes.together():
+        if in_memory:
+            train.decode_all()
+            test.decode_all()
+        channels = train.shape[0]
+        mean, std = pixel_statistics(train) if config.normalize == "dataset" else ((0.0,) * channels, (1.0,) * channels)
+    return Data(train, test, source.test_split, source.classes, mean, std, plan)
+
+
+def open_splits(source: Source, config: Config, transform: Transform | None) -> tuple[ImageDataset, ImageDataset]:
+    """Train and test split, undecoded; the first training image tells the size and whether all are grey or colour.
+
+    Raises:
+        UserError: that image is broken or too small.
+    """
+    first = open_image(source.name, 0, source.train[0]["image"])
+    if min(first.size) < SMALLEST_SIDE:
+        raise UserError(f"--dataset {source.name}: images are {first.width} x {first.height} pixels, at least {SMALLEST_SIDE} are needed")
+    mode, size = "L" if first.mode in GREY_MODES else "RGB", (first.height, first.width)
+    train = ImageDataset(source.name, source.train, source.train_labels, mode, size, transform, config.seed)
+    test = ImageDataset(f"{source.name} ({source.test_split})", source.test, source.test_labels, mode, size)
+    return train, test
+
+
+def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
+    """The batch size of a process, from --batch_size or --global_batch_size.
+
+    Raises:
+        UserError: the global batch cannot be divided, the two contradict each other, or there are fewer images than processes.
+    """
+    accumulation = config.gradient_accumulation_steps
+    batch_size = config.batch_size or DEFAULT_BATCH_SIZE
+    if config.global_batch_size is not None:
+        batch_size, rest = divmod(config.global_batch_size, processes * accumulation)
+        if rest or batch_size == 0:
+            raise UserError(
+                f"--global_batch_size {config.global_batch_size} cannot be divided by {processes} processes x {accumulation} "
+                f"accumulation steps: choose a multiple of {processes * accumulation}"
+            )
+        if config.batch_size not in (None, batch_size):
+            raise UserError(
+                f"--batch_size {config.batch_size} x {processes} processes x {accumulation} accumulation steps is not "
+                f"--global_batch_size {config.global_batch_size}: leave one of them out"
+            )
+    if samples < processes:
+        raise UserError(f"the train split has {samples} images, fewer than the {processes} processes: use fewer processes")
+    return BatchPlan(samples, processes, batch_size, accumulation)
+
+
+def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
+    """The train and the evaluation loader, still to be prepared, the one with even_batches=False, the other with True."""
+    options = {
+        "collate_fn": identity,
+        "num_workers": config.num_workers,
+        "persistent_workers": config.num_workers > 0,
+    }
+    train = DataLoader(
+        data.train, batch_sampler=RankBatchSampler(EpochSampler(len(data.train), config.seed), data.plan), **options
+    )
+    largest_share = -(-len(data.test) // data.plan.processes)
+    test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)
+    return train, test

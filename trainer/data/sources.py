@@ -1,0 +1,139 @@
+"""A name or a folder -> train and test split, image and label column, class names; all through `datasets`, one code path."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.runtime import UserError, env_int
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+EMBEDDED = Path(__file__).parent / "mnist5k"
+ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
+TEST_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture", "jpg", "png")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set found and opened, nothing decoded yet.
+
+    Attributes:
+        name: as the user gave it.
+        train, test: the two splits, of columns `image` (undecoded: {"bytes", "path"}) and `label`.
+        test_split: the name that the test split has in the data set.
+        classes: the class names, in the order of the label numbers; the train split's.
+        train_labels, test_labels: class numbers, one for each row.
+    """
+
+    name: str
+    train: "Dataset"
+    test: "Dataset"
+    test_split: str
+    classes: tuple[str, ...]
+    train_labels: list[int]
+    test_labels: list[int]
+
+
+def load_source(name: str) -> Source:
+    """Open the data set that `--dataset` names.
+
+    Raises:
+        UserError: it cannot be found, reached or read, or lacks a split, an image column or a label column.
+    """
+    splits = _load_splits(name)
+    if "train" not in splits:
+        raise UserError(f"--dataset {name} has no split 'train', only {_names(splits)}")
+    test_split = next((split for split in TEST_SPLITS if split in splits), None)
+    if test_split is None:
+        raise UserError(f"--dataset {name} has no split to evaluate on ({', '.join(TEST_SPLITS)}), only {_names(splits)}")
+    image, label = _columns(name, splits["train"])
+    parts = []
+    for split in ("train", test_split):
+        part = splits[split]
+        if image not in part.column_names or label not in part.column_names:
+            raise UserError(f"--dataset {name}: the split '{split}' lacks the column '{image}' or '{label}'; it has {_names(part)}")
+        if len(part) == 0:
+            raise UserError(f"--dataset {name}: the split '{split}' is empty")
+        parts.append(_undecoded(part, image, label))
+    classes, train_labels, test_labels = _encode(name, parts[0], parts[1])
+    return Source(name, parts[0], parts[1], test_split, classes, train_labels, test_labels)
+
+
+def _names(splits: "DatasetDict | Dataset") -> str:
+    return ", ".join(f"'{name}'" for name in (splits if isinstance(splits, dict) else splits.column_names))
+
+
+def _load_splits(name: str) -> "DatasetDict":
+    import datasets
+
+    if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
+        datasets.disable_progress_bars()
+    place = ALIASES.get(name, name)
+    looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1 or os.path.exists(place)
+    place = os.path.expanduser(place)
+    if looks_like_path and not os.path.isdir(place):
+        kind = "a file; give the folder that holds the files of the train and test split" if os.path.exists(place) else "not there"
+        raise UserError(f"--dataset {name}: a local data set is a folder, and {place} is {kind}")
+    try:
+        loaded: Any = datasets.load_dataset(place)
+    except Exception as error:
+        # `datasets` raises many kinds, from network libraries too; whichever it is, the user can only choose another way out.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason[:200] + "…" * (len(reason) > 200)
+        if looks_like_path:
+            raise UserError(f"--dataset {name} cannot be read as a folder of images or Parquet files: {reason}") from None
+        raise UserError(
+            f"--dataset {name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
+            "HF_ENDPOINT to a mirror of the Hub, give a local folder, or use the embedded --dataset mnist5k"
+        ) from None
+    return loaded
+
+
+def _columns(name: str, train: "Dataset") -> tuple[str, str]:
+    import datasets
+
+    features = train.features
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    image = next((column for column in IMAGE_COLUMNS if column in images), images[0] if len(images) == 1 else None)
+    label = next((column for column in LABEL_COLUMNS if column in features), labels[0] if len(labels) == 1 else None)
+    if image is None:
+        raise UserError(f"--dataset {name} has no image column ({', '.join(IMAGE_COLUMNS)}); its columns are {_names(train)}")
+    if label is None:
+        raise UserError(f"--dataset {name} has no label column ({', '.join(LABEL_COLUMNS)}); its columns are {_names(train)}")
+    return image, label
+
+
+def _undecoded(part: "Dataset", image: str, label: str) -> "Dataset":
+    import datasets
+
+    part = part.select_columns([image, label]).rename_columns(
+        {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
+    )
+    return part.cast_column("image", datasets.Image(decode=False))
+
+
+def _encode(name: str, train: "Dataset", test: "Dataset") -> tuple[tuple[str, ...], list[int], list[int]]:
+    """Class names and numbers; the train split's mapping rules both splits, whatever each split's own order is."""
+    import datasets
+
+    named: list[list[Any]] = []
+    for part in (train, test):
+        feature, values = part.features["label"], list(part["label"])
+        if isinstance(feature, datasets.ClassLabel):
+            values = [feature.names[value] if value is not None and value >= 0 else None for value in values]
+        if None in values:
+            raise UserError(f"--dataset {name}: row {values.index(None)} has no label; every image of both splits needs one")
+        named.append(values)
+    feature = train.features["label"]
+    known = list(feature.names) if isinstance(feature, datasets.ClassLabel) else sorted(set(named[0]))
+    number = {value: index for index, value in enumerate(known)}
+    unknown = sorted({str(value) for value in named[1] if value not in number})
+    if unknown:
+        raise UserError(f"--dataset {name}: the test split has classes that the train split lacks: {', '.join(unknown[:10])}")
+    return tuple(str(value) for value in known), [number[v] for v in named[0]], [number[v] for v in named[1]]

@@ -1,0 +1,33 @@
+"""Evaluation over all ranks that counts each image of the test split exactly once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.hooks.base import Hook
+from trainer.metrics import Totals
+from trainer.state import Run
+
+
+class GatherMetrics(Hook):
+    """Gathers per-image labels, predictions and losses of each batch, and sums them up on every rank alike.
+
+    Averages of ranks would be wrong: the last batch is filled up so that all ranks take part, and `gather_for_metrics` can cut the
+    repeated images off only while there is one value for each image.
+    """
+
+    totals: Totals
+
+    def on_eval_start(self, run: Run) -> None:
+        self.totals = Totals.zeros(len(run.data.classes), run.accelerator.device)
+
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        top = logits.topk(min(5, logits.shape[1])).indices
+        in_top5 = (top == labels[:, None]).any(1)
+        self.totals.add(*run.accelerator.gather_for_metrics((labels, top[:, 0], in_top5, losses)))
+
+    def on_eval_end(self, run: Run) -> None:
+        metrics = self.totals.metrics()
+        assert metrics["samples"] == len(run.data.test), (metrics["samples"], len(run.data.test))
+        run.state.metrics = metrics

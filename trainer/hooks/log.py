@@ -1,0 +1,186 @@
+"""What the user reads: the block before training, log lines, train.log, metrics.jsonl, results.json; once, from the main process."""
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from trainer.accelerator import describe_precision
+from trainer.checkpoint import write_json
+from trainer.hooks.base import Hook
+from trainer.state import Run
+
+
+class Log(Hook):
+    """Prints, and writes the same lines to train.log and the same numbers to metrics.jsonl, each flushed at once.
+
+    A training line covers the updates since the one before: the mean loss over all ranks' images, images per second, and the share
+    of the time that the main process waited for data.
+    """
+
+    lines: IO[str]
+    numbers: IO[str]
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.is_main:
+            self.lines = _open(run.output_dir / "train.log")
+            self.numbers = _open(run.output_dir / "metrics.jsonl")
+            run.processes.at_exit.append(lambda code, reason: (self.lines.close(), self.numbers.close()))
+            for key, value in describe(run):
+                self.print(f"{key:>10} {value}")
+        self.fit_start = self.start = time.perf_counter()
+        self.first_step = run.state.step
+        self.samples = run.state.samples
+        self.train_seconds = 0.0
+
+    def on_epoch_start(self, run: Run) -> None:
+        self.start = self.epoch_start = time.perf_counter()
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step % run.config.log_interval == 0:
+            self.log_training(run)
+
+    def on_eval_start(self, run: Run) -> None:
+        if run.window.samples:
+            self.log_training(run)
+        self.train_seconds += time.perf_counter() - self.epoch_start
+        self.eval_start = time.perf_counter()
+
+    def log_training(self, run: Run) -> None:
+        """One training line. A collective: every rank calls it at the same step."""
+        state, window = run.state, run.window
+        sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples)])
+        loss, samples = run.accelerator.reduce(sums, "sum").tolist()
+        now = time.perf_counter()
+        seconds = max(now - self.start, 1e-9)
+        if run.is_main:
+            per_step = (now - self.fit_start) / max(1, state.step - self.first_step)
+            entry = {
+                "event": "train",
+                "epoch": state.epoch + 1,
+                "step": state.step,
+                "samples": state.samples,
+                "loss": loss / samples,
+                "lr": run.optimizer.param_groups[0]["lr"],
+                "images_per_second": samples / seconds,
+                "data_fraction": min(1.0, window.waited / seconds),
+                "grad_norm": float(window.grad_norm) if window.grad_norm is not None else None,
+                "scale": state.loss_scale,
+                "skipped": state.skipped,
+            }
+            self.record(entry)
+            line = (
+                f"train epoch {entry['epoch']}/{run.config.epochs} step {state.step}/{run.total_steps} loss {entry['loss']:.4f} "
+                f"lr {entry['lr']:.1e} {entry['images_per_second']:.0f} img/s data {100 * entry['data_fraction']:.0f}%"
+            )
+            if entry["grad_norm"] is not None:
+                line += f" norm {entry['grad_norm']:.3g}"
+            if state.loss_scale is not None:
+                line += f" scale {state.loss_scale:g}"
+            if state.skipped:
+                line += f" skipped {state.skipped}"
+            left = round(per_step * max(0, run.total_steps - state.step))
+            self.print(f"{line} eta {left // 60}:{left % 60:02d}")
+        window.clear()
+        self.start = time.perf_counter()
+
+    def on_epoch_end(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        state, metrics = run.state, run.state.metrics
+        best = state.best
+        self.record(
+            {
+                "event": "eval",
+                "epoch": state.epoch,
+                "step": state.step,
+                **{key: metrics[key] for key in ("acc1", "acc5", "loss", "samples")},
+                "best_acc1": best["acc1"],
+                "best_epoch": best["epoch"],
+                "seconds": time.perf_counter() - self.eval_start,
+            }
+        )
+        self.print(
+            f"eval  epoch {state.epoch}/{run.config.epochs} acc1 {metrics['acc1']:.2f} acc5 {metrics['acc5']:.2f} "
+            f"loss {metrics['loss']:.4f} samples {metrics['samples']}/{len(run.data.test)} "
+            f"best {best['acc1']:.2f} (epoch {best['epoch']})"
+        )
+
+    def on_fit_end(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        state, best = run.state, run.state.best
+        seconds = time.perf_counter() - self.fit_start
+        write_json(
+            run.output_dir / "results.json",
+            {
+                "acc1": state.metrics["acc1"],
+                "acc5": state.metrics["acc5"],
+                "loss": state.metrics["loss"],
+                "best_acc1": best["acc1"],
+                "best_loss": best["loss"],
+                "best_epoch": best["epoch"],
+                "best_picked_on": f"the split '{run.data.test_split}', the same that acc1 is measured on: best_acc1 is an optimistic figure",
+                "evaluated_samples": state.metrics["samples"],
+                "epochs": state.epoch,
+                "step": state.step,
+                "samples": state.samples,
+                "skipped": state.skipped,
+                "scale": state.loss_scale,
+                "seconds": seconds,
+                "train_seconds": self.train_seconds,
+                "confusion": state.metrics["confusion"],
+            },
+        )
+        self.print(
+            f"done  {state.epoch} epochs, {state.step} updates in {seconds:.1f} s: acc1 {state.metrics['acc1']:.2f}, "
+            f"best {best['acc1']:.2f} (epoch {best['epoch']}, picked on the split '{run.data.test_split}'); model in {run.output_dir / 'model'}"
+        )
+
+    def print(self, line: str) -> None:
+        print(line, flush=True)
+        print(line, file=self.lines, flush=True)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        print(json.dumps(entry), file=self.numbers, flush=True)
+
+
+def _open(path: Path) -> IO[str]:
+    return path.open("w", encoding="utf-8")
+
+
+def describe(run: Run) -> list[tuple[str, str]]:
+    """What will happen, as (name, value) lines."""
+    config, plan, accelerator = run.config, run.plan, run.accelerator
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a process"
+    processes = f"{run.processes.count}" + (f", backend {run.processes.state.backend}" if run.processes.control is not None else "")
+    dynamo = accelerator.state.dynamo_plugin.backend.value.lower()
+    shape = " x ".join(map(str, run.data.train.shape))
+    rows = [
+        ("device", name),
+        ("processes", processes),
+        ("precision", describe_precision(accelerator) + (", TF32" if config.tf32 else "")),
+        ("sync_bn", f"on ({run.sync_bn_layers} layers)" if run.sync_bn_layers else "off"),
+        ("compile", f"dynamo backend {dynamo}" if dynamo != "no" else "no"),
+        (
+            "data",
+            f"{config.dataset}: {len(run.data.train)} train / {len(run.data.test)} {run.data.test_split}, {len(run.data.classes)} classes, "
+            f"images {shape}, decoded {'once into memory' if run.data.train.images is not None else 'each time'}",
+        ),
+        ("model", f"{config.model}, {sum(p.numel() for p in run.module.parameters()):,} parameters"),
+        (
+            "batch",
+            f"{plan.batch_size} a process x {plan.processes} processes x {plan.accumulation} accumulation "
+            f"= global batch {plan.global_batch_size}",
+        ),
+        ("updates", f"{run.total_steps} ({plan.updates} an epoch, {config.epochs} epochs)"),
+        ("optimizer", f"{config.optimizer}, weight decay {config.weight_decay:g}"),
+        ("lr plan", str(run.lr_plan)),
+        ("output", str(run.output_dir)),
+    ]
+    if plan.dropped:
+        rows.append(("note", f"{plan.dropped} images of each epoch are left out: the last batch has fewer than {plan.processes} processes"))
+    return rows

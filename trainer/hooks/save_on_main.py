@@ -1,0 +1,36 @@
+"""The best epoch's model, written by one process."""
+
+from trainer.checkpoint import save_model
+from trainer.hooks.base import Hook
+from trainer.state import Run
+
+
+class SaveOnMain(Hook):
+    """Writes output_dir/model when the epoch was the best so far: by the main process only, into place in one step."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        state = run.state
+        if not run.is_main or state.best["epoch"] != state.epoch:
+            return
+        channels, height, width = run.data.train.shape
+        scaler = run.accelerator.scaler
+        save_model(
+            run.output_dir / "model",
+            run.module,
+            {
+                "architecture": run.config.model,
+                "in_channels": channels,
+                "size": [height, width],
+                "num_classes": len(run.data.classes),
+                "classes": list(run.data.classes),
+                "mean": list(run.data.mean),
+                "std": list(run.data.std),
+                "precision": run.accelerator.mixed_precision,
+                "dataset": run.config.dataset,
+                "epoch": state.epoch,
+                "step": state.step,
+                "acc1": state.best["acc1"],
+                "loss": state.best["loss"],
+            },
+            scaler.state_dict() if scaler is not None else None,
+        )

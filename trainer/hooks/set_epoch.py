@@ -1,0 +1,14 @@
+"""A new order of the samples in every epoch, the same on all ranks."""
+
+from trainer.hooks.base import Hook
+from trainer.state import Run
+
+
+class SetEpoch(Hook):
+    """Tells the prepared loader its epoch before every epoch, as the tutorials' `train_sampler.set_epoch(epoch)`.
+
+    Accelerate counts epochs by itself, but only those whose loader was exhausted, and from 0 in every process that starts.
+    """
+
+    def on_epoch_start(self, run: Run) -> None:
+        run.train_loader.set_epoch(run.state.epoch)

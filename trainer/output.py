@@ -1,0 +1,84 @@
+"""The run's folder: made by the main process, agreed by all, never one that holds another run."""
+
+import os
+import platform
+import re
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.checkpoint import write_json
+from trainer.config import Config
+from trainer.runtime import EXIT_DONE, Processes, UserError
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", "model")
+
+
+def create_output_dir(config: Config, processes: Processes, classes: tuple[str, ...]) -> Path:
+    """Make the folder, with config.yaml, classes.json and env.json in it. A collective.
+
+    Raises:
+        UserError: it holds a run already, or cannot be written.
+    """
+    folder: list[Path] = []
+    with processes.together():
+        if processes.is_main:
+            folder.append(_create(config))
+            (folder[0] / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+            write_json(folder[0] / "classes.json", list(classes))
+            write_json(folder[0] / "env.json", environment(processes))
+    return processes.broadcast(folder[0] if folder else Path())
+
+
+def _create(config: Config) -> Path:
+    try:
+        if config.output_dir is not None:
+            folder = Path(config.output_dir)
+            held = [name for name in RUN_FILES if (folder / name).exists()]
+            if held:
+                raise UserError(f"--output_dir {folder} holds a run already ({held[0]}): choose another --output_dir")
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(13, os.strerror(13))
+            return folder
+        dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
+        name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for number in range(1000):
+            folder = Path("runs", name if number == 0 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                continue
+        raise FileExistsError(17, os.strerror(17))
+    except OSError as error:
+        place = config.output_dir or "runs"
+        raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
+
+
+def environment(processes: Processes) -> dict[str, Any]:
+    """What the run ran on, for env.json."""
+    import torch
+
+    device = processes.state.device
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{package: version(package) for package in ("torch", "accelerate", "datasets", "safetensors", "numpy")},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "processes": processes.count,
+        "backend": processes.state.backend,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_exit(folder: Path, code: int, reason: str, step: int) -> None:
+    """exit.json: how the run ended; launchers turn every failure into 1."""
+    write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": False, "step": step, "done": code == EXIT_DONE})

@@ -1,0 +1,166 @@
+"""Run: the handles of a training, built once. TrainState: the numbers that change, and the only ones that do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import Config
+from trainer.data.loaders import Data, build_loaders
+from trainer.data.sampler import BatchPlan
+from trainer.data.transforms import Normalize
+from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
+from trainer.optim import LrPlan, build_optimizer, plan_lr
+from trainer.runtime import Processes, UserError
+from trainer.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass
+class TrainState:
+    """Where the training is; the same on all ranks.
+
+    Attributes:
+        epoch: finished epochs.
+        step: finished optimizer updates.
+        samples: images seen by finished updates, over all ranks.
+        skipped: updates that the GradScaler refused, because a gradient had overflowed; they count in neither of the two above.
+        loss_scale: the GradScaler's factor after the newest step; None without one.
+        metrics: of the newest evaluation; `acc1` in percent, `loss`, `samples`, …
+        best: metrics of the best epoch so far, with its number under `epoch`.
+        stop: fit ends after the epoch in progress and its evaluation.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+    loss_scale: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    stop: bool = False
+
+    def finish_epoch(self) -> None:
+        """Count the epoch, and keep its metrics when its accuracy is the best so far (the earlier one on a tie)."""
+        self.epoch += 1
+        if not self.best or self.metrics["acc1"] > self.best["acc1"]:
+            self.best = {**self.metrics, "epoch": self.epoch}
+
+
+@dataclass
+class Window:
+    """What training measured since the last log line; this rank's, on its device, so that nothing waits for it.
+
+    Attributes:
+        loss: sum of the per-image losses.
+        samples: images behind that sum.
+        grad_norm: L2 norm of the newest update's gradient before clipping; None without clipping.
+        waited: seconds spent waiting for data.
+    """
+
+    loss: Tensor
+    samples: int = 0
+    grad_norm: Tensor | None = None
+    waited: float = 0.0
+
+    def clear(self) -> None:
+        self.loss.zero_()
+        self.samples, self.waited = 0, 0.0
+
+
+@dataclass
+class Run:
+    """The handles of a training.
+
+    Attributes:
+        module: the plain model, clean state_dict keys; `model` is the same one prepared (autocast, DDP, compiled).
+        normalize: uint8 batch -> the model's input, on its device.
+        sync_bn_layers: BatchNorm layers converted to synchronised ones.
+        total_steps: updates that the run will do when the scaler skips none.
+        output_dir: the run's folder, made by the main process.
+    """
+
+    config: Config
+    processes: Processes
+    accelerator: "Accelerator"
+    data: Data
+    module: nn.Module
+    model: nn.Module
+    normalize: Normalize
+    optimizer: Any
+    train_loader: Any
+    eval_loader: Any
+    lr_plan: LrPlan
+    sync_bn_layers: int
+    total_steps: int
+    state: TrainState
+    window: Window
+    output_dir: Path = Path()
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.data.plan
+
+    @property
+    def is_main(self) -> bool:
+        return self.processes.is_main
+
+
+def loss_scale(accelerator: "Accelerator") -> float | None:
+    """The GradScaler's factor; None without one. Waits for the device."""
+    return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
+
+
+def build_run(
+    config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None
+) -> Run:
+    """Build model, optimizer and loaders, and let the Accelerator prepare them. A collective.
+
+    Args:
+        module: a model of one's own instead of `config.model`'s, with the same weights on all ranks or not: DDP sends rank 0's.
+
+    Raises:
+        UserError: BatchNorm statistics would differ between ranks.
+    """
+    torch.manual_seed(derive_seed(config.seed, "init"))
+    if module is None:
+        channels, height, width = data.train.shape
+        module = build_model(config.model, channels, (height, width), len(data.classes))
+    converted = 0
+    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
+    if synchronise and processes.control is not None:
+        module, converted = synchronise_batchnorm(module, accelerator.device)
+    elif config.sync_bn == "on":
+        raise UserError("--sync_bn on needs more than one process: leave it at auto")
+    if processes.count > 1 and not synchronise and not config.broadcast_buffers and batchnorm_layers(module):
+        raise UserError("--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them")
+    optimizer = build_optimizer(config, module)
+    train_loader, eval_loader = build_loaders(data, config)
+    model, optimizer = accelerator.prepare(module, optimizer)
+    # Our batch sampler has dealt out the short last batch itself; evaluation is filled up, and gather_for_metrics cuts that off.
+    accelerator.dataloader_config.even_batches = False
+    train_loader = accelerator.prepare(train_loader)
+    accelerator.dataloader_config.even_batches = True
+    eval_loader = accelerator.prepare(eval_loader)
+    total = min(config.epochs * data.plan.updates, config.max_steps or config.epochs * data.plan.updates)
+    return Run(
+        config=config,
+        processes=processes,
+        accelerator=accelerator,
+        data=data,
+        module=module,
+        model=model,
+        normalize=Normalize(data.mean, data.std).to(accelerator.device),
+        optimizer=optimizer,
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        lr_plan=plan_lr(config, data.plan, total),
+        sync_bn_layers=converted,
+        total_steps=total,
+        state=TrainState(loss_scale=loss_scale(accelerator)),
+        window=Window(torch.zeros((), dtype=torch.float64, device=accelerator.device)),
+    )
