@@ -4,6 +4,7 @@ Nothing between processes may depend on a fact that only one of them knows (an e
 how a step that can fail is taken: every rank attempts it, every rank learns the outcome, and all go on or all end.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -188,7 +189,8 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         if processes is not None:
             for leave in processes.at_exit:
                 leave(code, reason)
-            leave_group()
+            processes.at_exit.clear()
+            leave_group(processes)
     if code != EXIT_DONE:
         raise SystemExit(code)
 
@@ -293,12 +295,18 @@ def _network_error(error: Exception) -> Exception:
     return error
 
 
-def leave_group() -> None:
-    """Destroy the process group and forget Accelerate's state, so that another run can start in this Python."""
+def leave_group(processes: Processes) -> None:
+    """Destroy the process group and forget Accelerate's state, so that another run can start in this Python.
+
+    gloo's threads live as long as anything refers to the group (this object, DDP, a cycle around them), and one that still holds a
+    tensor when the interpreter ends aborts it: "terminate called without an active exception". So everything is let go here.
+    """
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
+    processes.control = None
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    gc.collect()

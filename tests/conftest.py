@@ -1,0 +1,35 @@
+"""Shared fixtures: real processes, real data sets made on the spot, and no network."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before datasets is imported, here and in every process that the tests start.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="trainer-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+    os.environ.pop(name, None)
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
