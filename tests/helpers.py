@@ -93,14 +93,24 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """max over tensors of ||a - b|| / ||b||."""
     assert one.keys() == other.keys()
-    return max(float(torch.linalg.vector_norm((one[k] - other[k]).double()) / (torch.linalg.vector_norm(other[k].double()) or 1)) for k in one)
+    return max(
+        float(torch.linalg.vector_norm((one[k] - other[k]).double()) / (torch.linalg.vector_norm(other[k].double()) or 1)) for k in one
+    )
 
 
-def launch(*command: str, environment: dict[str, str] | None = None, timeout: float = 180, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def launch(
+    *command: str, environment: dict[str, str] | None = None, timeout: float = 180, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     """Run a command line with this Python's scripts first on PATH; a hang is a failure."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        command, env={**os.environ, "PATH": path, **(environment or {})}, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
+        command,
+        env={**os.environ, "PATH": path, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        check=False,
     )
 
 

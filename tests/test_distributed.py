@@ -1,5 +1,6 @@
 """Training on several ranks is the training of one process on the whole batch."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +158,14 @@ def test_shards_are_disjoint_complete_and_repeat(two_ranks: Ranks, tmp_path: Pat
     first, again = two_ranks.run(seen, folder), two_ranks.run(seen, folder)
     assert first == again
     for epoch in (0, 1):
-        zero, one = (sum(rank[epoch], []) for rank in first)
+        zero, one = (list(chain(*rank[epoch])) for rank in first)
         assert not set(zero) & set(one)
         assert sorted(zero + one) == list(range(61))
         assert [len(batch) for batch in first[0][epoch]] == [8, 8, 8, 7]
         assert [len(batch) for batch in first[1][epoch]] == [8, 8, 8, 6]
     assert first[0][0] != first[0][1]
     alone_epochs = alone(seen, folder)
-    whole = [sorted(ids) for ids in (sum(alone_epochs[0][i : i + 2], []) for i in range(0, 8, 2))]
+    whole = [sorted(ids) for ids in (chain(*alone_epochs[0][i : i + 2]) for i in range(0, 8, 2))]
     assert [sorted(first[0][0][i] + first[1][0][i]) for i in range(4)] == whole
 
 
@@ -191,7 +192,9 @@ def test_an_unused_parameter_is_named_with_the_flag(two_ranks: Ranks, tmp_path: 
 
 def ddp_options(processes: Processes, folder: Path, knobs: dict[str, Any]) -> dict[str, Any]:
     model = make_run(processes, folder, **knobs).model
-    return {name: getattr(model, name) for name in ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")}
+    return {
+        name: getattr(model, name) for name in ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
+    }
 
 
 DDP = {"find_unused_parameters": False, "broadcast_buffers": True, "gradient_as_bucket_view": False, "static_graph": False}

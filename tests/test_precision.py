@@ -178,7 +178,8 @@ def test_the_printed_precision_is_the_one_that_runs(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "flag", "effective"), [(None, None, "no"), ("bf16", None, "bf16"), ("bf16", "no", "no"), (None, "bf16", "bf16"), ("no", "bf16", "bf16")]
+    ("launcher", "flag", "effective"),
+    [(None, None, "no"), ("bf16", None, "bf16"), ("bf16", "no", "no"), (None, "bf16", "bf16"), ("no", "bf16", "bf16")],
 )
 def test_flag_beats_launcher_beats_no(monkeypatch: pytest.MonkeyPatch, launcher: str | None, flag: Any, effective: str) -> None:
     if launcher is not None:

@@ -7,11 +7,10 @@ to `accelerate launch` and its config file (accelerate_configs/); `--mixed_preci
 import difflib
 import os
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.runtime import UserError, env_int
 

@@ -25,6 +25,7 @@ REFUSED_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "ParallelismConfig",
 }
 
 C = TypeVar("C")
@@ -158,9 +159,10 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         try:
             config = parse()
             refuse_engines()
-            world_size = launched_world_size()
         except UserError as error:
-            mistake, world_size = error, _int_or_one("WORLD_SIZE")
+            mistake = error
+        # This one is answered by each process for itself: what it refuses is a group that cannot be joined.
+        world_size = launched_world_size()
         if mistake is not None and world_size == 1:
             raise mistake
         processes = join()
@@ -222,6 +224,7 @@ def launched_world_size() -> int:
     Raises:
         UserError: the launcher's variables contradict each other or are incomplete; waiting for the missing rank would hang.
     """
+    adopt_debug_group()
     size = env_int("WORLD_SIZE", 1)
     if size > 1:
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -231,6 +234,17 @@ def launched_world_size() -> int:
                 "start all processes with `accelerate launch` or `torchrun`, or unset WORLD_SIZE for one process"
             )
     return size
+
+
+def adopt_debug_group() -> None:
+    """Set the variables that Accelerate's `debug_launcher` leaves out: it joins the processes itself, all on this host, without RANK."""
+    if "ACCELERATE_DEBUG_RDV_FILE" not in os.environ:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        rank = str(dist.get_rank())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=str(dist.get_world_size()))
 
 
 def join() -> Processes:
@@ -254,6 +268,8 @@ def join() -> Processes:
         # Without cpu=True, Accelerate makes every process of a machine without GPU believe that it is the only one.
         state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"))
     except (RuntimeError, ValueError) as error:
+        # Half-made state would answer the next attempt in this Python, for example in a notebook.
+        PartialState._reset_state()
         raise _network_error(error) from error
     size = env_int("WORLD_SIZE", 1)
     if state.num_processes != size:

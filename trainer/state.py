@@ -115,9 +115,7 @@ def loss_scale(accelerator: "Accelerator") -> float | None:
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 
 
-def build_run(
-    config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None
-) -> Run:
+def build_run(config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None) -> Run:
     """Build model, optimizer and loaders, and let the Accelerator prepare them. A collective.
 
     Args:

@@ -81,7 +81,7 @@ def check(ranks: Ranks, sizes: tuple[int, ...], options: dict[str, Any], dtype: 
         close(torch.cat([r["outputs"][step] for r in results]), whole["outputs"][step])
         close(torch.cat([r["gradients"][step] for r in results]), whole["gradients"][step])
     for index, gradient in enumerate(whole["parameters"]):
-        close(sum(r["parameters"][index] for r in results), gradient)  # type: ignore[arg-type]
+        close(sum(r["parameters"][index] for r in results), gradient)
     if options.get("track_running_stats", True):  # without them torch too uses each rank's own batch
         close(torch.cat([r["evaluated"] for r in results]), whole["evaluated"])
     for result in results:

@@ -1,6 +1,7 @@
 """The data of a run: decoded, measured, cut into batches, ready for `Accelerator.prepare`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 from torch.utils.data import DataLoader
@@ -106,14 +107,12 @@ def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
 
 def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
     """The train and the evaluation loader, still to be prepared, the one with even_batches=False, the other with True."""
-    options = {
+    options: dict[str, Any] = {
         "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
     }
-    train = DataLoader(
-        data.train, batch_sampler=RankBatchSampler(EpochSampler(len(data.train), config.seed), data.plan), **options
-    )
+    train = DataLoader(data.train, batch_sampler=RankBatchSampler(EpochSampler(len(data.train), config.seed), data.plan), **options)
     largest_share = -(-len(data.test) // data.plan.processes)
     test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)
     return train, test

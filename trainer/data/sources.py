@@ -112,9 +112,7 @@ def _columns(name: str, train: "Dataset") -> tuple[str, str]:
 def _undecoded(part: "Dataset", image: str, label: str) -> "Dataset":
     import datasets
 
-    part = part.select_columns([image, label]).rename_columns(
-        {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
-    )
+    part = part.select_columns([image, label]).rename_columns({old: new for old, new in ((image, "image"), (label, "label")) if old != new})
     return part.cast_column("image", datasets.Image(decode=False))
 
 

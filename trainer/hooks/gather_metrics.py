@@ -1,6 +1,5 @@
 """Evaluation over all ranks that counts each image of the test split exactly once."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -27,7 +27,7 @@ class Log(Hook):
         if run.is_main:
             self.lines = _open(run.output_dir / "train.log")
             self.numbers = _open(run.output_dir / "metrics.jsonl")
-            run.processes.at_exit.append(lambda code, reason: (self.lines.close(), self.numbers.close()))
+            run.processes.at_exit.append(self.close)
             for key, value in describe(run):
                 self.print(f"{key:>10} {value}")
         self.fit_start = self.start = time.perf_counter()
@@ -122,7 +122,7 @@ class Log(Hook):
                 "best_acc1": best["acc1"],
                 "best_loss": best["loss"],
                 "best_epoch": best["epoch"],
-                "best_picked_on": f"the split '{run.data.test_split}', the same that acc1 is measured on: best_acc1 is an optimistic figure",
+                "best_picked_on": f"the split '{run.data.test_split}' that it is measured on, so it is an optimistic figure",
                 "evaluated_samples": state.metrics["samples"],
                 "epochs": state.epoch,
                 "step": state.step,
@@ -136,8 +136,13 @@ class Log(Hook):
         )
         self.print(
             f"done  {state.epoch} epochs, {state.step} updates in {seconds:.1f} s: acc1 {state.metrics['acc1']:.2f}, "
-            f"best {best['acc1']:.2f} (epoch {best['epoch']}, picked on the split '{run.data.test_split}'); model in {run.output_dir / 'model'}"
+            f"best {best['acc1']:.2f} (epoch {best['epoch']}, picked on the split '{run.data.test_split}'); "
+            f"model in {run.output_dir / 'model'}"
         )
+
+    def close(self, code: int, reason: str) -> None:
+        self.lines.close()
+        self.numbers.close()
 
     def print(self, line: str) -> None:
         print(line, flush=True)

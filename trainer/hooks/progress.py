@@ -25,7 +25,7 @@ class Progress(Hook):
 
         self.bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
         self.task = self.bar.add_task("updates", total=run.total_steps)
-        run.processes.at_exit.append(lambda code, reason: self.stop())
+        run.processes.at_exit.append(self.stop)
         self.bar.start()
 
     def on_step_end(self, run: Run) -> None:
@@ -35,7 +35,7 @@ class Progress(Hook):
     def on_fit_end(self, run: Run) -> None:
         self.stop()
 
-    def stop(self) -> None:
+    def stop(self, code: int = 0, reason: str = "") -> None:
         """Remove the bar; also when the run ends with an error."""
         if self.bar is not None:
             self.bar.stop()

@@ -40,7 +40,7 @@ class _Normalize(torch.autograd.Function):
         return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps), mean, moment, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *statistics: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         shape = [1, -1, *[1] * (x.dim() - 2)]
         dims = [0, *range(2, x.dim())]
@@ -80,13 +80,14 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         weight = self.weight if self.affine else self._constant(input, 1)
         bias = self.bias if self.affine else self._constant(input, 0)
+        output: Tensor
         output, mean, moment, total = _Normalize.apply(input, weight, bias, self.eps, self.group)
         count = total[0]
         if count <= 1:
             raise ValueError("expected more than 1 value per channel over all processes when training")
-        if self.track_running_stats:
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
-                self.num_batches_tracked += 1
+                self.num_batches_tracked.add_(1)
                 factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 self.running_var.lerp_((moment / (count - 1)).to(self.running_var.dtype), factor)
