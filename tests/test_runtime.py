@@ -93,6 +93,12 @@ def test_a_world_without_its_other_variables_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="WORLD_SIZE is 2, but RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set"):
         launched_world_size()
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"):
+        launched_world_size()
+    monkeypatch.setenv("RANK", "1")
+    assert launched_world_size() == 2
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(UserError, match="WORLD_SIZE must be a whole number, but is 'two'"):
         launched_world_size()

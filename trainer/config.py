@@ -28,7 +28,7 @@ class DataConfig:
     """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder of images or Parquet
     files"""
     batch_size: int | None = None
-    """images a process takes through the model at once; unset: 32, or what --global_batch_size asks for"""
+    """images a process takes through the model at once; unset: 32, or what --global_batch_size asks for (short: -b)"""
     global_batch_size: int | None = None
     """images of one update = batch size x processes x accumulation; keeps training the same for any number of processes; unset:
     whatever the product is"""
@@ -71,20 +71,20 @@ class ModelConfig:
 class OptimConfig:
     """Optimisation"""
 
-    epochs: int = 3
-    """passes over the train split"""
+    epochs: int = 10
+    """passes over the train split (short: -e)"""
     max_steps: int | None = None
     """end after this many updates, with an evaluation; unset: after all epochs"""
     optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
     """torch.optim's SGD, Adam or AdamW"""
-    lr: float = 3e-3
+    lr: float = 5e-3
     """peak learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """multiply the rate by processes x accumulation ('linear'), by its square root ('sqrt'), or not at all"""
     momentum: float = 0.9
     """of SGD, 0..1"""
-    weight_decay: float = 0.01
-    """as the optimizer defines it"""
+    weight_decay: float = 0.5
+    """as the optimizer defines it: decoupled from the gradient for adamw, an L2 penalty for sgd and adam"""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """after warm-up the rate stays, or falls to 0 in a line or a half cosine over all updates"""
     warmup_epochs: float = 0.3
@@ -121,12 +121,18 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
+            if value is not None and not abs(value) < INFINITY:
+                raise UserError(f"--{name} must be a finite number, but is {value}")
             if value is not None and not low <= value <= high:
                 bound = f"at least {low}" if high == INFINITY else f"between {low} and {high}"
                 raise UserError(f"--{name} must be {bound}, but is {value}")
         for name in ("lr", "max_grad_norm"):
             if getattr(self, name) == 0:
                 raise UserError(f"--{name} must be above 0, but is 0")
+        for name in ("dataset", "output_dir"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise UserError(f"--{name} must not be empty: give it a value, or leave it out")
         if self.global_batch_size is not None and self.scale_lr != "none":
             raise UserError(
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
@@ -329,7 +335,7 @@ def explain(message: str) -> str:
         return f"{no_value[1]} needs a value{_expected(no_value[1].removeprefix('--'))}"
     key = re.match(r'Parser key "(\w+)"', message)
     if key:
-        value = re.search(r"(?:Given|Got) value: (.*)\Z", message, re.DOTALL)
+        value = re.search(r"Given value: (.*)\Z", message, re.DOTALL) or re.search(r"Got value: (.*)\Z", message, re.DOTALL)
         return f"--{key[1]} must be{_expected(key[1], '')}" + (f", but is {value[1].strip()!r}" if value else "")
     return " ".join(message.split())
 

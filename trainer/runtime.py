@@ -173,7 +173,7 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         body(config, processes)
     except UserError as error:
         code, reason = EXIT_USER, str(error)
-        rank = processes.rank if processes else _int_or_one("RANK") if "RANK" in os.environ else 0
+        rank = processes.rank if processes else _launched_rank()
         if rank == 0 or not error.agreed:
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         if error.agreed and processes is not None:
@@ -197,9 +197,10 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         raise SystemExit(code)
 
 
-def _int_or_one(name: str) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else 1
+def _launched_rank() -> int:
+    """The launcher's RANK, for messages about a group that could not be joined; 0 where it is missing or no number."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else 0
 
 
 def refuse_engines() -> None:
@@ -233,6 +234,9 @@ def launched_world_size() -> int:
                 f"WORLD_SIZE is {size}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
                 "start all processes with `accelerate launch` or `torchrun`, or unset WORLD_SIZE for one process"
             )
+    rank = env_int("RANK", 0)
+    if not 0 <= rank < size:
+        raise UserError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks go from 0 to {size - 1}")
     return size
 
 
@@ -303,6 +307,8 @@ def _network_error(error: Exception) -> Exception:
             f"the port of {place} is in use by another program: choose another with --main_process_port (accelerate launch), "
             "--master_port (torchrun) or the environment variable MASTER_PORT"
         )
+    if "MASTER_ADDR" in text:
+        return UserError("MASTER_ADDR is not set: set it to the first host's address, and MASTER_PORT to a free port there")
     if "connectFullMesh" in text:
         return UserError(
             f"the processes found each other at {place}, but cannot connect directly: set GLOO_SOCKET_IFNAME (and "

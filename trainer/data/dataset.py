@@ -21,6 +21,13 @@ Batch = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
 
 
+class ImageError(UserError):
+    """An image that cannot be trained on. torch raises a worker's exception anew with a traceback as its text, which ends with ours."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition("ImageError: ")[2].strip())
+
+
 class ImageDataset(Dataset[Batch]):
     """Images of one size, uint8 (C, H, W), with class numbers; decoded once into memory by `decode_all`, else each time.
 
@@ -64,7 +71,7 @@ class ImageDataset(Dataset[Batch]):
         """Keep all images decoded in memory.
 
         Raises:
-            UserError: an image is broken or has another size.
+            ImageError: an image is broken or has another size.
         """
         images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
         for index, row in enumerate(self.rows):
@@ -75,7 +82,7 @@ class ImageDataset(Dataset[Batch]):
     def _decode(self, index: int, record: dict[str, Any]) -> Tensor:
         image = open_image(self.name, index, record)
         if (image.height, image.width) != self.size:
-            raise UserError(
+            raise ImageError(
                 f"{describe(self.name, index, record)} is {image.width} x {image.height} pixels, the first one of the train split "
                 f"{self.size[1]} x {self.size[0]}: all images must have one size"
             )
@@ -120,14 +127,14 @@ def open_image(name: str, index: int, record: dict[str, Any]) -> Image.Image:
     """The decoded image of a row.
 
     Raises:
-        UserError: the file is missing, empty, truncated or no image, or has more than 8 bits a channel.
+        ImageError: the file is missing, empty, truncated or no image, or has more than 8 bits a channel.
     """
     try:
         content = record["bytes"]
         image = Image.open(io.BytesIO(content) if content is not None else record["path"])
         image.load()
     except Exception as error:
-        raise UserError(f"{describe(name, index, record)} cannot be read ({error}): replace or remove it") from None
+        raise ImageError(f"{describe(name, index, record)} cannot be read ({error}): replace or remove it") from None
     if image.mode in DEEP_MODES:
-        raise UserError(f"{describe(name, index, record)} has more than 8 bits a channel (mode {image.mode}): convert it first")
+        raise ImageError(f"{describe(name, index, record)} has more than 8 bits a channel (mode {image.mode}): convert it first")
     return image

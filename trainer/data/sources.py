@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 EMBEDDED = Path(__file__).parent / "mnist5k"
 ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
@@ -64,11 +64,11 @@ def load_source(name: str) -> Source:
     return Source(name, parts[0], parts[1], test_split, classes, train_labels, test_labels)
 
 
-def _names(splits: "DatasetDict | Dataset") -> str:
+def _names(splits: "dict[str, Dataset] | Dataset") -> str:
     return ", ".join(f"'{name}'" for name in (splits if isinstance(splits, dict) else splits.column_names))
 
 
-def _load_splits(name: str) -> "DatasetDict":
+def _load_splits(name: str) -> "dict[str, Dataset]":
     import datasets
 
     if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
@@ -80,17 +80,31 @@ def _load_splits(name: str) -> "DatasetDict":
         kind = "a file; give the folder that holds the files of the train and test split" if os.path.exists(place) else "not there"
         raise UserError(f"--dataset {name}: a local data set is a folder, and {place} is {kind}")
     try:
-        loaded: Any = datasets.load_dataset(place)
+        return _load(place, looks_like_path)
     except Exception as error:
         # `datasets` raises many kinds, from network libraries too; whichever it is, the user can only choose another way out.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason[:200] + "…" * (len(reason) > 200)
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = " ".join(str(cause or error).split()) or type(error).__name__
+        if len(reason) > 200:
+            reason = f"{reason[:100]} … {reason[-100:]}"
         if looks_like_path:
             raise UserError(f"--dataset {name} cannot be read as a folder of images or Parquet files: {reason}") from None
         raise UserError(
             f"--dataset {name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
             "HF_ENDPOINT to a mirror of the Hub, give a local folder, or use the embedded --dataset mnist5k"
         ) from None
+
+
+def _load(place: str, local: bool) -> "dict[str, Dataset]":
+    import datasets
+
+    if local:
+        builder = datasets.load_dataset_builder(place)
+        if builder.name == "parquet" and builder.info.features is None:
+            # Together, `datasets` would read the test split by the train split's class names, and so mislabel another order of names.
+            files = builder.config.data_files
+            return {str(split): datasets.load_dataset("parquet", data_files={split: files[split]}, split=split) for split in files}
+    loaded: dict[str, Dataset] = datasets.load_dataset(place)
     return loaded
 
 
@@ -120,18 +134,28 @@ def _encode(name: str, train: "Dataset", test: "Dataset") -> tuple[tuple[str, ..
     """Class names and numbers; the train split's mapping rules both splits, whatever each split's own order is."""
     import datasets
 
-    named: list[list[Any]] = []
-    for part in (train, test):
-        feature, values = part.features["label"], list(part["label"])
+    features = [part.features["label"] for part in (train, test)]
+    for feature in features:
+        if not isinstance(feature, (datasets.ClassLabel, datasets.Value)):
+            raise UserError(f"--dataset {name}: the label column must hold one class for each image, but holds {feature}")
+    # Whole numbers without names, in either split, are the numbers of the other one's classes.
+    by_number = any(isinstance(feature, datasets.Value) and "int" in feature.dtype for feature in features)
+    found: list[list[Any]] = []
+    for part, feature in zip((train, test), features, strict=True):
+        values = list(part["label"])
         if isinstance(feature, datasets.ClassLabel):
-            values = [feature.names[value] if value is not None and value >= 0 else None for value in values]
+            values = [None if v is None or v < 0 else v if by_number else feature.names[v] for v in values]
         if None in values:
             raise UserError(f"--dataset {name}: row {values.index(None)} has no label; every image of both splits needs one")
-        named.append(values)
-    feature = train.features["label"]
-    known = list(feature.names) if isinstance(feature, datasets.ClassLabel) else sorted(set(named[0]))
+        found.append(values)
+    known: list[Any] = sorted(set(found[0]))
+    classes = [str(value) for value in known]
+    # The names of an image folder are the folders of all splits; those of the train split alone rule.
+    if isinstance(features[0], datasets.ClassLabel) and train.builder_name != "imagefolder":
+        classes = list(features[0].names)
+        known = list(range(len(classes))) if by_number else classes
     number = {value: index for index, value in enumerate(known)}
-    unknown = sorted({str(value) for value in named[1] if value not in number})
+    unknown = sorted({str(value) for value in found[1] if value not in number})
     if unknown:
         raise UserError(f"--dataset {name}: the test split has classes that the train split lacks: {', '.join(unknown[:10])}")
-    return tuple(str(value) for value in known), [number[v] for v in named[0]], [number[v] for v in named[1]]
+    return tuple(classes), [number[v] for v in found[0]], [number[v] for v in found[1]]

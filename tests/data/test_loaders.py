@@ -1,0 +1,221 @@
+"""The data of a run: batch sizes planned, splits opened, and the same batches whatever the cache and the workers."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.helpers import SIDE, alone_run, ids_image, ids_of, png, write_ids, write_parquet
+from tests.ranks import Ranks, alone
+from trainer.config import Config
+from trainer.data.dataset import Transform
+from trainer.data.loaders import Data, load_data, plan_batches
+from trainer.data.sampler import BatchPlan, EpochSampler
+from trainer.runtime import Processes, UserError
+
+
+@pytest.mark.parametrize(
+    ("knobs", "processes", "batch_size", "global_batch_size"),
+    [
+        ({}, 1, 32, 32),
+        ({}, 4, 32, 128),
+        ({"batch_size": 7}, 3, 7, 21),
+        ({"batch_size": 7, "gradient_accumulation_steps": 2}, 3, 7, 42),
+        ({"global_batch_size": 96}, 1, 96, 96),
+        ({"global_batch_size": 96}, 2, 48, 96),
+        ({"global_batch_size": 96, "gradient_accumulation_steps": 4}, 3, 8, 96),
+        ({"global_batch_size": 96, "batch_size": 32}, 3, 32, 96),
+        ({"global_batch_size": 4}, 4, 1, 4),
+    ],
+)
+def test_batch_sizes(knobs: dict[str, Any], processes: int, batch_size: int, global_batch_size: int) -> None:
+    plan = plan_batches(Config(**knobs), 1000, processes)
+    assert plan == BatchPlan(1000, processes, batch_size, knobs.get("gradient_accumulation_steps", 1))
+    assert plan.global_batch_size == global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("knobs", "samples", "processes", "message"),
+    [
+        (
+            {"global_batch_size": 100},
+            1000,
+            3,
+            "--global_batch_size 100 cannot be divided by 3 processes x 1 accumulation steps: choose a multiple of 3",
+        ),
+        (
+            {"global_batch_size": 96, "gradient_accumulation_steps": 5},
+            1000,
+            2,
+            "--global_batch_size 96 cannot be divided by 2 processes x 5 accumulation steps: choose a multiple of 10",
+        ),
+        (
+            {"global_batch_size": 2},
+            1000,
+            4,
+            "--global_batch_size 2 cannot be divided by 4 processes x 1 accumulation steps: choose a multiple of 4",
+        ),
+        (
+            {"global_batch_size": 96, "batch_size": 16},
+            1000,
+            2,
+            "--batch_size 16 x 2 processes x 1 accumulation steps is not --global_batch_size 96: leave one of them out",
+        ),
+        ({}, 3, 4, "the train split has 3 images, fewer than the 4 processes: use fewer processes"),
+    ],
+)
+def test_batch_sizes_refused(knobs: dict[str, Any], samples: int, processes: int, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        plan_batches(Config(**knobs), samples, processes)
+    assert str(raised.value) == message
+
+
+def loaded(processes: Processes, folder: Path, knobs: dict[str, Any], transform: Transform | None = None) -> Data:
+    return load_data(Config(dataset=str(folder), **knobs), processes, transform)
+
+
+def write_images(folder: Path, train: list[Any], test: list[Any]) -> Path:
+    folder.mkdir()
+    for split, images in (("train", train), ("test", test)):
+        write_parquet(folder / f"{split}.parquet", images, [0] * len(images))
+    return folder
+
+
+def test_what_is_known_of_the_data(tmp_path: Path) -> None:
+    data = alone(loaded, write_ids(tmp_path / "ids", train=20, test=6), {"batch_size": 8})
+    assert (len(data.train), len(data.test), data.test_split) == (20, 6, "test")
+    assert data.classes == tuple("0123456789")
+    assert data.train.shape == data.test.shape == (1, SIDE, SIDE)
+    pixels = numpy.stack([numpy.asarray(ids_image(i)) for i in range(20)]) / 255
+    assert data.mean == (pytest.approx(pixels.mean(), abs=1e-12),)
+    assert data.std == (pytest.approx(pixels.std(), abs=1e-12),)
+    assert data.plan == BatchPlan(20, 1, 8, 1)
+
+
+def test_normalize_none_only_scales(tmp_path: Path) -> None:
+    data = alone(loaded, write_images(tmp_path / "set", [Image.new("RGB", (8, 8))] * 2, [Image.new("RGB", (8, 8))]), {"normalize": "none"})
+    assert (data.mean, data.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("LA", 1), ("RGB", 3), ("RGBA", 3), ("P", 3)])
+def test_the_first_training_image_tells_the_channels(tmp_path: Path, mode: str, channels: int) -> None:
+    others = [Image.new("L", (8, 8)), Image.new("RGB", (8, 8))]
+    data = alone(loaded, write_images(tmp_path / "set", [Image.new(mode, (8, 8)), *others], others), {})
+    assert data.train.shape == data.test.shape == (channels, 8, 8)
+
+
+@pytest.mark.parametrize(("cache", "free", "in_memory"), [("auto", 2, True), ("auto", 1.9, False), ("ram", 0, True), ("none", 99, False)])
+def test_what_is_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, free: float, in_memory: bool) -> None:
+    """'auto' keeps what takes at most half of the free memory; `free` counts in sizes of both splits."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 26 * SIDE * SIDE))
+    data = alone(loaded, write_ids(tmp_path / "ids", train=20, test=6), {"cache": cache})
+    assert [split.images is not None for split in (data.train, data.test)] == [in_memory] * 2
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        pytest.param([(3, 8)], [(3, 8)], "images are 3 x 8 pixels, at least 4 are needed", id="too small"),
+        pytest.param(
+            [(8, 8), (8, 9)], [(8, 8)], "image 1 is 8 x 9 pixels, the first one of the train split 8 x 8: all images must", id="train"
+        ),
+        pytest.param([(8, 8)], [(8, 8), (9, 8)], "(test): image 1 is 9 x 8 pixels, the first one of the train split 8 x 8: all", id="test"),
+    ],
+)
+def test_sizes_refused(tmp_path: Path, train: list[tuple[int, int]], test: list[tuple[int, int]], message: str) -> None:
+    folder = write_images(tmp_path / "set", [Image.new("L", size) for size in train], [Image.new("L", size) for size in test])
+    with pytest.raises(UserError) as raised:
+        alone(loaded, folder, {})
+    assert message in str(raised.value)
+
+
+def refused(processes: Processes, folder: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        loaded(processes, folder, {})
+    assert raised.value.agreed
+    return str(raised.value)
+
+
+def test_all_ranks_end_with_the_broken_images_name(two_ranks: Ranks, tmp_path: Path) -> None:
+    broken = write_images(tmp_path / "broken", [ids_image(0), png(ids_image(1))[:60], ids_image(2)], [ids_image(3)])
+    texts = two_ranks.run(refused, broken)
+    assert texts == [f"--dataset {broken}: image 1 cannot be read (image file is truncated): replace or remove it"] * 2
+    few = write_ids(tmp_path / "few", train=1)
+    assert two_ranks.run(refused, few) == ["the train split has 1 images, fewer than the 2 processes: use fewer processes"] * 2
+
+
+def test_two_ranks_load_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
+    zero, one = two_ranks.run(loaded, write_ids(tmp_path / "ids", train=21, test=5), {"global_batch_size": 8})
+    assert torch.equal(zero.train.images, one.train.images)
+    assert (zero.mean, zero.std, zero.classes, zero.plan) == (one.mean, one.std, one.classes, one.plan)
+    assert zero.plan == BatchPlan(21, 2, 4, 1)
+
+
+def shift(image: Tensor) -> Tensor:
+    """An augmentation by all three generators."""
+    amount = int(torch.randint(0, 99, ())) + int(numpy.random.randint(0, 99)) + random.randrange(99)
+    return (image.int() + amount).remainder(256).to(torch.uint8)
+
+
+def batches(folder: Path, transform: Transform | None, **knobs: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Two epochs of training batches and one of evaluation, from the prepared loaders."""
+    with alone_run(folder, transform=transform, batch_size=8, eval_batch_size=4, **knobs) as run:
+        found = {}
+        for epoch in (0, 1):
+            run.train_loader.set_epoch(epoch)
+            found[f"epoch {epoch}"] = list(run.train_loader)
+        found["test"] = list(run.eval_loader)
+    return found
+
+
+def same(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("transform", [None, shift], ids=["plain", "augmented"])
+def test_batches_are_the_same_from_memory_and_from_workers(tmp_path: Path, transform: Transform | None) -> None:
+    folder = write_ids(tmp_path / "ids", train=20, test=6)
+    expected = batches(folder, transform, cache="ram")
+    assert [len(labels) for _, labels in expected["epoch 0"]] == [8, 8, 4]
+    assert not same(expected["epoch 0"], expected["epoch 1"])
+    for knobs in ({"cache": "none"}, {"cache": "ram", "num_workers": 2}, {"cache": "none", "num_workers": 2}):
+        found = batches(folder, transform, **knobs)
+        for part in expected:
+            assert same(found[part], expected[part]), (knobs, part)
+    different = batches(folder, transform, seed=1)
+    assert not same(different["epoch 0"], expected["epoch 0"])
+    assert same(different["test"], expected["test"])
+
+
+def test_training_is_in_the_epochs_order_and_evaluation_in_the_splits(tmp_path: Path) -> None:
+    found = batches(write_ids(tmp_path / "ids", train=20, test=6), None)
+    sampler = EpochSampler(20, 0)
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        ids = [i for images, _ in found[f"epoch {epoch}"] for i in ids_of(images)]
+        assert ids == sampler.order()
+        assert [int(label) for _, labels in found[f"epoch {epoch}"] for label in labels] == [i % 10 for i in ids]
+    assert [ids_of(images) for images, _ in found["test"]] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_evaluation_is_not_augmented(tmp_path: Path) -> None:
+    folder = write_ids(tmp_path / "ids", train=20, test=6)
+    assert same(batches(folder, shift)["test"], batches(folder, None)["test"])
+
+
+def eval_sizes(processes: Processes, folder: Path) -> list[int]:
+    from tests.helpers import make_run
+
+    return [len(labels) for _, labels in make_run(processes, folder, batch_size=2).eval_loader]
+
+
+def test_the_evaluation_batch_is_at_most_a_ranks_share(two_ranks: Ranks, tmp_path: Path) -> None:
+    """So that few images are spread over all ranks, and none is filled up with more repetitions than needed."""
+    assert two_ranks.run(eval_sizes, write_ids(tmp_path / "ids", train=4, test=7)) == [[4], [4]]

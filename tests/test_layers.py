@@ -1,0 +1,104 @@
+"""Imports go one way, the flags are answered before anything heavy is loaded, and no module hides an installed package."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+# From low to high: a module imports lower layers and its own package only.
+LAYERS = [
+    {"runtime"},
+    {"config", "seeding"},
+    {"data", "models", "accelerator", "metrics"},
+    {"optim"},
+    {"state"},
+    {"checkpoint"},
+    {"output"},
+    {"hooks"},
+    {"loop"},
+    {"main"},
+    {"spawn"},
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "trainer").rglob("*.py"))}
+FILES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
+
+
+def imports(path: Path) -> set[str]:
+    """The trainer's modules that a file imports anywhere, in functions and for type checking too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else str(node.module) for name in names}
+    assert found <= FILES.keys() | {name for name in found if name.partition(".")[0] != "trainer"}, "a module that does not exist"
+    return {name for name in found if name in FILES}
+
+
+GRAPH = {name: imports(path) for name, path in FILES.items()}
+
+
+def layer(name: str) -> str:
+    return name.split(".")[1]
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {layer(name) for name in FILES if name != "trainer"} == HEIGHT.keys()
+
+
+def test_the_graph_is_not_empty() -> None:
+    assert GRAPH["trainer.config"] == {"trainer.runtime"}
+    assert {"trainer.hooks.log", "trainer.loop", "trainer.state"} <= GRAPH["trainer.main"], "imports inside functions count"
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"trainer"}))
+def test_imports_point_down(name: str) -> None:
+    wrong = {other for other in GRAPH[name] if layer(other) != layer(name) and HEIGHT[layer(other)] >= HEIGHT[layer(name)]}
+    assert not wrong
+
+
+def test_no_cycles() -> None:
+    order = list(TopologicalSorter(GRAPH).static_order())
+    assert order.index("trainer.runtime") < order.index("trainer.state") < order.index("trainer.loop") < order.index("trainer.main")
+
+
+def test_nobody_but_spawn_imports_a_command() -> None:
+    assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
+    assert not [name for name, others in GRAPH.items() if "trainer.spawn" in others]
+
+
+def test_hooks_do_not_know_each_other() -> None:
+    for name, others in GRAPH.items():
+        if layer(f"{name}.") == "hooks":
+            assert {other for other in others if layer(other) == "hooks"} <= {"trainer.hooks.base"}, name
+
+
+@pytest.mark.parametrize("module", ["config", "main"])
+def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
+    code = (
+        f"import sys, trainer.{module}\n"
+        "from trainer.config import parse\n"
+        "parse(['--config', 'mnist', '--epochs', '1'])\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "accelerate", "datasets", "PIL", "pyarrow", "rich"} & set(loaded)
+    assert "jsonargparse" in loaded
+
+
+def test_no_module_hides_a_package() -> None:
+    """`python trainer/main.py` starts with trainer/ at the head of sys.path."""
+    for name in ("datasets", "trainer.loop", "trainer.output"):
+        importlib.import_module(name)
+    packages = {name.partition(".")[0] for name in sys.modules} | sys.stdlib_module_names
+    assert {"torch", "datasets", "logging", "types"} <= packages
+    assert not {path.stem for path in (ROOT / "trainer").iterdir()} - {"__init__", "__pycache__"} & packages

@@ -1,0 +1,122 @@
+"""The README says what is there, and its commands and examples are run as they stand."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.launching import launch
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def command(name: str) -> str:
+    found = re.search(rf"<!-- command: {name} -->\n```sh\n(.*)\n```", README)
+    assert found is not None
+    return found[1]
+
+
+def test_ci_takes_its_commands_from_the_readme() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    function = re.search(r"^command_of\(\).*?^}$", ci, re.DOTALL | re.MULTILINE)
+    assert function is not None
+    for name in ("train", "test"):
+        assert f"$(command_of {name})" in ci
+        found = subprocess.run(["bash", "-c", f"{function[0]}\ncommand_of {name}"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == command(name)
+    assert "pip install" not in ci
+    assert "pytest" not in ci
+
+
+def test_the_commands_are_one_line_each() -> None:
+    assert command("train").startswith("pip install -e .")
+    assert command("train").endswith("accelerate launch trainer/main.py")
+    assert command("test").endswith("pytest")
+
+
+def test_every_file_is_in_its_table() -> None:
+    for file in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert f"| `{file.name}` |" in README
+        head = file.read_text(encoding="utf-8").splitlines()
+        assert head[0].startswith("# ")
+        assert head[1] == f"# accelerate launch --config_file accelerate_configs/{file.name} trainer/main.py"
+    for file in (ROOT / "trainer" / "recipes").glob("*.yaml"):
+        assert f"(trainer/recipes/{file.name})" in README
+        assert f"--config {file.stem}" in file.read_text(encoding="utf-8"), "a recipe is headed by its command"
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 10
+    for link in links:
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
+def test_examples_run_on_two_processes(tmp_path: Path, number: int) -> None:
+    program = tmp_path / "example.py"
+    program.write_text(PYTHON_BLOCKS[number], encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("processes 2, backend gloo") == 1
+    assert run.stdout.count("eval  epoch 1/1") == 1
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_there_are_examples() -> None:
+    assert len(PYTHON_BLOCKS) == 2
+
+
+def test_a_built_wheel_holds_recipes_and_data_and_trains(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy_of_the_sources(tmp_path))]
+    subprocess.run(build, capture_output=True, text=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("accelerate_trainer-")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    for file in (
+        "recipes/mnist.yaml",
+        "recipes/mnist5k.yaml",
+        "recipes/tutorial.yaml",
+        "data/mnist5k/train.parquet",
+        "data/mnist5k/test.parquet",
+    ):
+        assert f"trainer/{file}" in names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    done = launch(
+        tmp_path,
+        "python",
+        "-m",
+        "trainer.main",
+        "--config",
+        "mnist5k",
+        "--max_steps",
+        "2",
+        variables={"PYTHONPATH": str(tmp_path / "installed")},
+    )
+    assert done.code == 0, done.errors
+    assert done.json("results.json")["step"] == 2
+
+
+def copy_of_the_sources(folder: Path) -> Path:
+    """Building writes beside the sources; a clone's own must stay as they are."""
+    copy = folder / "sources"
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    for name in files or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and ".git" not in path.parts]:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    return copy
