@@ -52,7 +52,7 @@ def test_the_cosine_is_half_at_half_time_and_falls_all_the_way() -> None:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (LrPlan(0.003, "cosine", 38, 375), "0 -> 0.003 over 38 updates, then 0.003 cosine to 0 at update 375"),
+        (LrPlan(0.003, "cosine", 38, 375), "0 -> 0.003 over 38 updates, then cosine to 0 at update 375"),
         (LrPlan(1e-4, "constant", 0, 9), "0.0001 constant"),
         (LrPlan(0.5, "linear", 0, 9), "0.5 linear to 0 at update 9"),
     ],

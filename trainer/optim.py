@@ -50,9 +50,8 @@ class LrPlan:
         return self.peak
 
     def __str__(self) -> str:
-        warmup = f"0 -> {self.peak:.3g} over {self.warmup} updates, then " if self.warmup else ""
-        shape = f"{self.kind} to 0 at update {self.total}" if self.kind != "constant" else "constant"
-        return f"{warmup}{self.peak:.3g} {shape}"
+        start = f"0 -> {self.peak:.3g} over {self.warmup} updates, then" if self.warmup else f"{self.peak:.3g}"
+        return f"{start} {self.kind}" + (f" to 0 at update {self.total}" if self.kind != "constant" else "")
 
 
 def plan_lr(config: Config, plan: BatchPlan, total: int) -> LrPlan:

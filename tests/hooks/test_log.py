@@ -85,7 +85,7 @@ def test_the_block_before_training(tmp_path: Path) -> None:
     assert rows["sync_bn"] == "off"
     assert rows["batch"] == "4 a process x 1 processes x 2 accumulation = global batch 8"
     assert rows["updates"] == "16 (8 an epoch, 2 epochs)"
-    assert rows["lr plan"] == "0 -> 0.25 over 4 updates, then 0.25 cosine to 0 at update 16"
+    assert rows["lr plan"] == "0 -> 0.25 over 4 updates, then cosine to 0 at update 16"
     assert "61 train / 5 test, 10 classes, images 1 x 8 x 8" in rows["data"]
     assert "note" not in rows
 
