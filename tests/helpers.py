@@ -1,9 +1,6 @@
 """Small data sets whose images say which one they are, and runs built on them."""
 
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,22 +92,6 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     assert one.keys() == other.keys()
     return max(
         float(torch.linalg.vector_norm((one[k] - other[k]).double()) / (torch.linalg.vector_norm(other[k].double()) or 1)) for k in one
-    )
-
-
-def launch(
-    *command: str, environment: dict[str, str] | None = None, timeout: float = 180, cwd: Path | None = None
-) -> "subprocess.CompletedProcess[str]":
-    """Run a command line with this Python's scripts first on PATH; a hang is a failure."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        command,
-        env={**os.environ, "PATH": path, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        check=False,
     )
 
 

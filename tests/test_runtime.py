@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankError, Ranks, alone
+from tests.ranks import RankError, Ranks, alone, free_port
 from trainer.runtime import (
     REFUSED_ENGINES,
     PeerError,
@@ -159,12 +159,12 @@ def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
-def both_ranks_mistaken(processes: Processes) -> int:
+def both_ranks_mistaken(processes: Processes, port: int) -> int:
     """A whole command inside each rank, after leaving the group that the harness joined."""
     from trainer.runtime import leave_group
 
     leave_group(processes)
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(port)
 
     def parse() -> None:
         raise UserError("unknown flag --lrr")
@@ -175,7 +175,7 @@ def both_ranks_mistaken(processes: Processes) -> int:
 
 
 def test_a_mistake_that_all_ranks_find_ends_all(two_ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
-    assert two_ranks.run(both_ranks_mistaken) == [2, 2]
+    assert two_ranks.run(both_ranks_mistaken, free_port()) == [2, 2]
 
 
 def group_left(processes: Processes) -> bool:
