@@ -77,7 +77,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         hooks.on_step_end(run)
         if state.step == run.config.max_steps:
             state.stop = True
-            # Accelerate keeps a loader that was left early on a stack, and would take its batches for the evaluation's.
+            # Accelerate would keep a loader that is left early on its stack of active ones.
             run.train_loader.end()
             break
 

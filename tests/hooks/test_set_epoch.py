@@ -46,6 +46,7 @@ def test_the_epoch_comes_from_the_state_and_not_from_a_count(tmp_path: Path) -> 
     with alone_run(write_ids(tmp_path / "ids", train=40), batch_size=8, epochs=9, max_steps=2, output_dir=str(tmp_path / "out")) as run:
         fit(run, needed_hooks(order))
         assert run.state.step == 2
+        assert not run.accelerator.gradient_state.in_dataloader, "the loader that was left early is still active"
         run.state.epoch, run.state.stop = 7, False
         hooks = needed_hooks(order)
         hooks.on_epoch_start(run)
