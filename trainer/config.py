@@ -52,7 +52,8 @@ class ModelConfig:
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm over the images of all processes; 'auto' is 'on' when there is more than one process"""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
-    """overrides the launcher's precision; unset: what `accelerate launch` or its config file says"""
+    """overrides the launcher's precision; unset: what `accelerate launch` or its config file says; fp16 on a CPU only with the environment
+    variable TRAINER_FP16_ON_CPU=1 (real, but slow: to debug)"""
     tf32: bool = False
     """TensorFloat-32 for fp32 matrix products and convolutions on CUDA: faster, with 10 bits of mantissa"""
     cpu_threads: int | None = None

@@ -20,10 +20,13 @@ class Progress(Hook):
     def on_fit_start(self, run: Run) -> None:
         if not run.is_main or not sys.stdout.isatty():
             return
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self.bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # Log lines pass through the bar's console, which would cut long ones in two.
+        self.bar = Bar(*columns, transient=True, console=Console(soft_wrap=True))
         self.task = self.bar.add_task("updates", total=run.total_steps)
         run.processes.at_exit.append(self.stop)
         self.bar.start()
