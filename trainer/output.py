@@ -14,7 +14,7 @@ import yaml
 
 from trainer.checkpoint import write_json
 from trainer.config import Config
-from trainer.runtime import EXIT_DONE, Processes, UserError
+from trainer.runtime import Processes, UserError
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", "model")
 
@@ -81,4 +81,4 @@ def environment(processes: Processes) -> dict[str, Any]:
 
 def write_exit(folder: Path, code: int, reason: str, step: int) -> None:
     """exit.json: how the run ended; launchers turn every failure into 1."""
-    write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": False, "step": step, "done": code == EXIT_DONE})
+    write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": False, "step": step})
