@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 
 from tests.ranks import RankError, Ranks, alone, free_port
 from trainer.runtime import (
@@ -147,6 +148,18 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str], failure: BaseExc
     assert raised.value.code == code
     assert capsys.readouterr().err == text
     assert ends == [(code, str(failure) or "interrupted")]
+
+
+def test_the_group_is_left_also_when_an_ending_fails() -> None:
+    def body(config: str, processes: Processes) -> None:
+        def full(code: int, reason: str) -> None:
+            raise OSError("the disk is full")
+
+        processes.at_exit.append(full)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        run_command(lambda: "config", body)
+    assert not PartialState._shared_state
 
 
 def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -352,4 +352,4 @@ def _expected(name: str, before: str = ":") -> str:
         if part in TYPE_NAMES:
             return f"{before} {TYPE_NAMES[part]}"
         choices += [word for word in get_args(part) if isinstance(word, str)]
-    return f"{before} one of {', '.join(dict.fromkeys([*choices, *(w for w in get_args(hint) if isinstance(w, str))]))}"
+    return f"{before} one of {', '.join(choices)}"

@@ -12,7 +12,7 @@
           on_eval_start
           for each batch: on_eval_batch     GatherMetrics
           on_eval_end
-        on_epoch_end                        SaveOnMain, Log, Record
+        on_epoch_end                        SaveOnMain, Log
       on_fit_end
 
 Every rank runs every line, and every hook.

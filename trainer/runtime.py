@@ -189,10 +189,12 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         traceback.print_exc()
     finally:
         if processes is not None:
-            for leave in processes.at_exit:
-                leave(code, reason)
-            processes.at_exit.clear()
-            leave_group(processes)
+            try:
+                for leave in processes.at_exit:
+                    leave(code, reason)
+            finally:
+                processes.at_exit.clear()
+                leave_group(processes)
     if code != EXIT_DONE:
         raise SystemExit(code)
 

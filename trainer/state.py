@@ -144,7 +144,9 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
     train_loader = accelerator.prepare(train_loader)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader)
-    total = min(config.epochs * data.plan.updates, config.max_steps or config.epochs * data.plan.updates)
+    total = config.epochs * data.plan.updates
+    if config.max_steps is not None:
+        total = min(total, config.max_steps)
     return Run(
         config=config,
         processes=processes,
