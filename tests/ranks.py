@@ -86,6 +86,8 @@ class Ranks:
 
 def serve(rank: int, count: int, connection: Connection) -> None:
     """The life of a rank: run what is asked for until killed."""
+    # A spawned process would spawn its data workers too, each of which imports torch; a launcher's processes fork them.
+    multiprocessing.set_start_method("fork", force=True)
     while True:
         function, args, port, environment = connection.recv()
         before = dict(os.environ)

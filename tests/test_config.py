@@ -154,6 +154,7 @@ UNITS = (
     "L2 norm",
     "the optimizer",
     "number that",
+    "seconds",
 )
 
 
@@ -252,7 +253,8 @@ def test_an_empty_text_is_refused(name: str) -> None:
 def test_every_number_has_a_range_that_its_default_is_in(name: str) -> None:
     low, high = RANGES[name]
     below: Any = low - 1
-    assert getattr(DEFAULTS, name) is None or low <= getattr(DEFAULTS, name) <= high
+    default = getattr(DEFAULTS, name)
+    assert default is None or isinstance(default, str) or low <= default <= high
     with pytest.raises(UserError, match=f"^--{name} must be "):
         Config(**{name: below})
 
@@ -321,8 +323,10 @@ def a_config(generator: random.Random) -> Config:
         low, high = RANGES.get(name, (0, 0))
         choices = [word for part in (hint, *get_args(hint)) for word in get_args(part) if isinstance(word, str)]
         kinds = {hint, *get_args(hint)}
-        if choices:
-            values[name] = generator.choice(choices)
+        if name == "max_time":
+            values[name] = generator.choice(["90", "1:00:00", "02:30"])
+        elif choices:
+            values[name] = generator.choice([*choices, 7] if int in kinds else choices)
         elif bool in kinds:
             values[name] = generator.random() < 0.5
         elif float in kinds:
@@ -336,8 +340,9 @@ def a_config(generator: random.Random) -> Config:
     if values.get("global_batch_size"):
         values.pop("scale_lr", None)
     # The two cannot be told from an unset folder, on the command line either.
-    if values.get("output_dir") in ("null", "~"):
-        del values["output_dir"]
+    for name in ("output_dir", "resume_from_checkpoint"):
+        if values.get(name) in ("null", "~"):
+            del values[name]
     return Config(**values)
 
 

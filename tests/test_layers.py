@@ -13,11 +13,15 @@ from tests.helpers import ROOT
 
 # From low to high: a module imports lower layers and its own package only.
 LAYERS = [
+    {"stops"},
     {"runtime"},
+    {"files", "finite", "watch"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
     {"optim"},
     {"state"},
+    {"agreement"},
+    {"export"},
     {"checkpoint"},
     {"output"},
     {"hooks"},

@@ -108,7 +108,7 @@ def test_the_default_folder_is_named_after_data_and_time(monkeypatch: pytest.Mon
     assert all((folder / "config.yaml").is_file() for folder in folders)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
-def test_how_it_ended(tmp_path: Path, code: int) -> None:
-    write_exit(tmp_path, code, "why", 12)
-    assert json.loads((tmp_path / "exit.json").read_text()) == {"code": code, "reason": "why", "resumable": False, "step": 12}
+@pytest.mark.parametrize(("code", "resumable"), [(0, True), (1, False), (2, False), (75, True)])
+def test_how_it_ended(tmp_path: Path, code: int, resumable: bool) -> None:
+    write_exit(tmp_path, code, "why", resumable, 12)
+    assert json.loads((tmp_path / "exit.json").read_text()) == {"code": code, "reason": "why", "resumable": resumable, "step": 12}

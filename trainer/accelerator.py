@@ -97,6 +97,8 @@ def check_launcher(config: Config, processes: Processes) -> None:
     kind = str(getattr(processes.state.distributed_type, "value", processes.state.distributed_type))
     if kind not in SUPPORTED:
         raise UserError(f"the launcher asks for {kind}, which is not supported: launch with a file of accelerate_configs/")
+    if env_int("TORCHELASTIC_MAX_RESTARTS", 0) and config.resume_from_checkpoint is None:
+        raise UserError("--max_restarts would begin the training anew after a failure: add --resume auto and --output_dir to go on with it")
     steps = env_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)
     if steps not in (1, config.gradient_accumulation_steps):
         raise UserError(

@@ -1,64 +1,372 @@
-"""Files on disk: the exported model; written beside, renamed into place, loaded without executing anything."""
+"""Checkpoints: all that a run needs to go on as if nothing had happened; written whole, verified, loaded without executing anything.
 
+    output_dir/checkpoints/step_00001200/
+      model.safetensors       weights and buffers
+      optimizer.safetensors   KIND/PARAMETER, for example exp_avg/fc.weight
+      rank_0.safetensors …    generators and the sums since the last log line, of each rank
+      state.json              TrainState, GradScaler, hooks, config, processes, plan, what the data were
+      best/                   output_dir/model as it was
+      manifest.json           size and SHA-256 of each file; written last
+
+Accelerate's save_state is not used: it executes pickles when it loads, leaves the position in the epoch out, and is not atomic.
+"""
+
+import hashlib
 import json
 import os
+import re
 import shutil
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor
 
-from trainer.models.build import build_model
-from trainer.runtime import UserError
+from trainer.agreement import newest_checkpoint
+from trainer.config import Config
+from trainer.export import contiguous, write_tensors
+from trainer.files import MANIFEST, beside, link_or_copy, problem, recover_folder, replace_folder, write_json, write_manifest
+from trainer.finite import first_bad_tensor
+from trainer.optim import plan_lr
+from trainer.runtime import Processes, RunError, UserError, disk_full
+from trainer.seeding import generator_states
+from trainer.state import Run, TrainState, planned_steps
+
+CHECKPOINTS, SET_ASIDE, MODEL = "checkpoints", "set_aside", "model"
+VERSION = 1
+# Another value makes the checkpoint useless: the weights or the optimizer's state would not fit, or the order of the epoch not be the same.
+FIXED = ("model", "optimizer", "seed", "normalize")
+# Says where, not what, is trained.
+INCIDENTAL = ("output_dir", "resume_from_checkpoint")
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON, whole or not at all."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint in memory, on the CPU.
+
+    Attributes:
+        path: its folder.
+        model, optimizer: tensors by name.
+        ranks: each rank's tensors.
+        state: state.json.
+        notes: sentences about the search for it.
+    """
+
+    path: Path
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    ranks: list[dict[str, Tensor]]
+    state: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def run_folder(self) -> Path:
+        return self.path.parent.parent
 
 
-def save_model(folder: Path, module: nn.Module, config: dict[str, Any], scaler: dict[str, Any] | None) -> None:
-    """Write model.safetensors, config.json and, with a GradScaler, scaler.json; replaces the folder. On one process only.
+# Writing
+
+
+def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
+    """Write output_dir/checkpoints/step_N, then remove the oldest beyond --save_total_limit. A collective: all ranks wait for the end.
 
     Args:
-        module: the plain model; its keys are the file's.
-        config: what `load_model` needs to build the model and its preprocessing, and what the user wants to know of it.
-        scaler: the GradScaler's state, numbers, for fine-tuning later.
-    """
-    beside, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
-    for leftover in (beside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    beside.mkdir(parents=True)
-    # safetensors refuses views of shared or permuted memory (channels_last, tied weights).
-    tensors = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in module.state_dict().items()}
-    save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-    write_json(beside / "config.json", config)
-    if scaler is not None:
-        write_json(beside / "scaler.json", scaler)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(beside, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The plain model of a `model` folder, on the CPU, in evaluation mode, and its config.json.
+        hooks: the hooks' states, by class name.
 
     Raises:
-        UserError: the folder or one of its files is missing, broken, or of another model.
+        RunError: a weight or a buffer is not finite, or the disk is full; earlier checkpoints stay as they were.
     """
-    folder = Path(folder)
+    run.at("checkpoint")
+    window = {"window_loss": run.window.loss.detach().cpu(), "window_samples": torch.tensor(run.window.samples)}
+    if run.window.grad_norm is not None:
+        window["window_grad_norm"] = run.window.grad_norm.detach().cpu()
+    ranks = run.processes.all_gather(generator_states(run.accelerator.device) | window)
+    folder = run.output_dir / CHECKPOINTS / f"step_{run.state.step:08d}"
+    with run.processes.together():
+        if run.is_main:
+            bad = first_bad_tensor(run.module.state_dict())
+            if bad is not None:
+                raise RunError(
+                    f"{bad} holds values that are not finite at update {run.state.step}: no checkpoint is written, "
+                    f"{newest_checkpoint(run)}; lower --lr or set --max_grad_norm"
+                )
+            try:
+                _write(run, folder, ranks, hooks)
+            except OSError as error:
+                shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
+                why = "no space left on its disk" if disk_full(error) else str(error)
+                raise RunError(
+                    f"the checkpoint {folder} cannot be written ({why}): {newest_checkpoint(run)}; mend it and go on with --resume auto"
+                ) from None
+    run.checkpoint = folder
+
+
+def _write(run: Run, folder: Path, ranks: list[dict[str, Tensor]], hooks: dict[str, dict[str, Any]]) -> None:
+    temporary = beside(folder)
+    write_tensors(temporary / "model.safetensors", contiguous(run.module))
+    write_tensors(temporary / "optimizer.safetensors", optimizer_tensors(run))
+    for rank, tensors in enumerate(ranks):
+        write_tensors(temporary / f"rank_{rank}.safetensors", tensors)
+    scaler, train = run.accelerator.scaler, asdict(run.state)
+    del train["stop"], train["interrupted"]
+    write_json(
+        temporary / "state.json",
+        {
+            "version": VERSION,
+            "train": train,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "hooks": hooks,
+            "config": asdict(run.config),
+            "processes": run.processes.count,
+            "precision": run.accelerator.mixed_precision,
+            "plan": asdict(run.plan) | {"global_batch_size": run.plan.global_batch_size, "updates": run.plan.updates},
+            "total_steps": run.total_steps,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "data": fingerprint(run),
+        },
+    )
+    best = run.output_dir / MODEL
+    if best.is_dir():
+        (temporary / "best").mkdir()
+        for file in best.iterdir():
+            link_or_copy(file, temporary / "best" / file.name)
+    write_manifest(temporary)
+    replace_folder(temporary, folder)
+    prune(folder.parent, run.config.save_total_limit)
+
+
+def optimizer_tensors(run: Run) -> dict[str, Tensor]:
+    """The optimizer's state as tensors on the CPU, named KIND/PARAMETER."""
+    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    tensors = {}
+    for parameter, state in run.optimizer.state.items():
+        for kind, value in state.items():
+            if value is not None:
+                tensors[f"{kind}/{names[parameter]}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """What the positions in an epoch refer to."""
+    return {
+        "train": len(run.data.train),
+        "test": len(run.data.test),
+        "classes": list(run.data.classes),
+        "shape": list(run.data.train.shape),
+        "labels": hashlib.sha256(run.data.train.labels.numpy().tobytes()).hexdigest()[:12],
+    }
+
+
+def prune(folder: Path, limit: int | None) -> None:
+    """Remove the oldest checkpoints beyond `limit`."""
+    for path in listed(folder)[: -limit if limit is not None else 0]:
+        shutil.rmtree(path)
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whole or not, the oldest first."""
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", path.name))}
+    return [found[step] for step in sorted(found)]
+
+
+# Finding and loading
+
+
+def find(config: Config, processes: Processes) -> Checkpoint | None:
+    """The checkpoint that `--resume_from_checkpoint` names, loaded by the main process and sent to all; None to start anew. A collective.
+
+    Raises:
+        UserError: there is none at the path, it is broken, or it is of another training.
+    """
+    found: list[Checkpoint | None] = []
+    with processes.together():
+        if processes.is_main:
+            found.append(_find(config))
+    return processes.broadcast(found[0] if found else None)
+
+
+def _find(config: Config) -> Checkpoint | None:
+    where = config.resume_from_checkpoint
+    if where is None:
+        return None
+    path = Path(config.output_dir or "") if where == "auto" else Path(where)
+    if where != "auto" and not path.is_dir():
+        raise UserError(f"--resume {path}: there is no such folder: name a checkpoint, a run's folder, or auto")
+    notes: list[str] = []
+    if where != "auto" and re.fullmatch(r"step_\d+", path.name):
+        recover_folder(path)
+        broken = problem(path)
+        if broken is not None:
+            raise UserError(f"--resume {path}: the checkpoint is broken, {broken}: choose another, or --resume {path.parent.parent}")
+    else:
+        newest_whole = _newest(path / CHECKPOINTS, notes)
+        if newest_whole is None and notes:
+            raise UserError(f"--resume {where}: no checkpoint in {path} is whole ({'; '.join(notes)}): remove the folder to start anew")
+        if newest_whole is None and where != "auto":
+            raise UserError(f"--resume {path}: there is no checkpoint in it: name a checkpoint, a run's folder, or auto")
+        if newest_whole is None:
+            return None
+        path = newest_whole
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-        module = build_model(config["architecture"], config["in_channels"], tuple(config["size"]), config["num_classes"])
-        module.load_state_dict(tensors)
-    except UserError:
-        raise
+        checkpoint = _load(path, notes)
     except Exception as error:
-        raise UserError(f"the model folder {folder} cannot be loaded: {' '.join(str(error).split())}") from None
-    return module.eval(), config
+        raise UserError(f"--resume {path}: the checkpoint cannot be loaded: {' '.join(str(error).split())}") from None
+    for name in FIXED:
+        old, new = checkpoint.state["config"][name], getattr(config, name)
+        if old != new:
+            raise UserError(
+                f"--{name} {new}: the checkpoint {path} was written with {old}: use that, or train anew in another --output_dir"
+            )
+    return checkpoint
+
+
+def _newest(folder: Path, notes: list[str]) -> Path | None:
+    for hidden in folder.glob(".step_*.old"):
+        recover_folder(folder / hidden.name.removeprefix(".").removesuffix(".old"))
+    for path in reversed(listed(folder)):
+        broken = problem(path)
+        if broken is None:
+            return path
+        notes.append(f"{path.name} is passed over: {broken}")
+    return None
+
+
+def _load(path: Path, notes: list[str]) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state["version"] != VERSION:
+        raise ValueError(f"its format is version {state['version']}, this trainer reads {VERSION}")
+    return Checkpoint(
+        path,
+        load_file(path / "model.safetensors"),
+        load_file(path / "optimizer.safetensors"),
+        [load_file(path / f"rank_{rank}.safetensors") for rank in range(state["processes"])],
+        state,
+        notes,
+    )
+
+
+# Going on
+
+
+def restore(run: Run, checkpoint: Checkpoint) -> None:
+    """Put the run where the checkpoint was; `run.resume_notes` then says from where, and what is not as it was. A collective.
+
+    The generators are restored by the loop, once the first batch is there: making the loader's iterator draws from them.
+
+    Raises:
+        UserError: the data are not those of the checkpoint, or the weights do not fit.
+    """
+    state, same_ranks = checkpoint.state, checkpoint.state["processes"] == run.processes.count
+    with run.processes.together():
+        data = fingerprint(run)
+        changed = [f"{name} {state['data'][name]} -> {data[name]}" for name in data if state["data"][name] != data[name]]
+        if changed:
+            raise UserError(
+                f"--dataset {run.config.dataset} is not what the checkpoint {checkpoint.path} was trained on: {', '.join(changed)}"
+            )
+        try:
+            run.module.load_state_dict(checkpoint.model)
+        except RuntimeError as error:
+            raise UserError(f"the weights of {checkpoint.path} do not fit the model: {' '.join(str(error).split())}") from None
+    _restore_optimizer(run, checkpoint.optimizer, state["lr"])
+    run.state = TrainState(**state["train"])
+    run.first_step = run.state.step
+    run.checkpoint = checkpoint.path
+    run.resume_notes = [f"from {checkpoint.path}, after update {run.state.step}, epoch {run.state.epoch + 1}", *checkpoint.notes]
+    run.resume_notes += _differences(run, state)
+    scaler = run.accelerator.scaler
+    if scaler is not None and state["scaler"] is not None:
+        scaler.load_state_dict(state["scaler"])
+    run.state.loss_scale = scaler.get_scale() if scaler is not None else None
+    windows = checkpoint.ranks if not same_ranks else [checkpoint.ranks[run.processes.rank]]
+    if same_ranks or run.is_main:
+        run.window.loss += sum(float(tensors["window_loss"]) for tensors in windows)
+        run.window.samples += sum(int(tensors["window_samples"]) for tensors in windows)
+        run.window.grad_norm = windows[0].get("window_grad_norm")
+    if same_ranks and run.state.consumed:
+        run.generators = checkpoint.ranks[run.processes.rank]
+    with run.processes.together():
+        if run.is_main:
+            _restore_folder(run, checkpoint)
+
+
+def _restore_optimizer(run: Run, tensors: dict[str, Tensor], lr: float) -> None:
+    """Put back the state of each parameter, and the newest rate, for the log; all else is the config's."""
+    trained = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    numbers = {name: number for number, name in enumerate(trained)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        state.setdefault(numbers[name], {})[kind] = tensor
+    run.optimizer.load_state_dict({"state": state, "param_groups": run.optimizer.state_dict()["param_groups"]})
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _differences(run: Run, state: dict[str, Any]) -> list[str]:
+    """What is not as it was, in sentences; plans the learning rate anew where the number of updates has changed."""
+    notes = []
+    config, old = asdict(run.config), state["config"]
+    names = [field.name for field in fields(Config) if field.name not in INCIDENTAL]
+    changed = [f"{name} {old[name]} -> {config[name]}" for name in names if name in old and old[name] != config[name]]
+    if changed:
+        notes.append(f"changed: {', '.join(changed)}")
+    if state["precision"] != run.accelerator.mixed_precision:
+        notes.append(f"precision {state['precision']} -> {run.accelerator.mixed_precision}")
+    train, plan, was = run.state, run.plan, state["plan"]
+    if state["processes"] != run.processes.count:
+        left = run.data.plan.samples - train.consumed
+        notes.append(
+            f"processes {state['processes']} -> {run.processes.count}: the {left} samples that epoch {train.epoch + 1} still has are "
+            "dealt out anew, each once; what is random inside the model (dropout) goes on from other seeds"
+        )
+    same_updates = (was["global_batch_size"], was["updates"]) == (plan.global_batch_size, plan.updates)
+    if not same_updates:
+        epochs_left = run.config.epochs - train.epoch - 1
+        updates = train.step + plan.rest(train.consumed).updates + epochs_left * plan.updates
+        run.total_steps = max(train.step, planned_steps(run.config, updates))
+        notes.append(
+            f"global batch {was['global_batch_size']} -> {plan.global_batch_size}: {run.total_steps - train.step} updates are left; "
+            "--global_batch_size keeps it for any number of processes"
+        )
+        run.lr_plan = plan_lr(run.config, plan, run.total_steps)
+    if run.total_steps != state["total_steps"] and run.config.lr_scheduler != "constant":
+        notes.append(
+            f"updates {state['total_steps']} -> {run.total_steps}: the learning rate is planned anew over all of them, "
+            f"and goes on with {run.lr_plan.at(train.step):.3g}"
+        )
+    if train.epoch >= run.config.epochs or run.total_steps <= train.step:
+        notes.append("nothing is left to train: raise --epochs (or --max_steps) to go on")
+    return notes
+
+
+def _restore_folder(run: Run, checkpoint: Checkpoint) -> None:
+    """Make output_dir what it was at the checkpoint: the best model, and no later checkpoint."""
+    model, best = run.output_dir / MODEL, checkpoint.path / "best"
+    recover_folder(model)
+    if best.is_dir():
+        temporary = beside(model)
+        for file in best.iterdir():
+            link_or_copy(file, temporary / file.name)
+        replace_folder(temporary, model)
+    else:
+        shutil.rmtree(model, ignore_errors=True)
+    if run.output_dir.resolve() != checkpoint.run_folder.resolve():
+        for name in ("metrics.jsonl", "train.log"):
+            if (checkpoint.run_folder / name).is_file():
+                shutil.copyfile(checkpoint.run_folder / name, run.output_dir / name)
+        return
+    paths = listed(checkpoint.path.parent)
+    for later in paths[paths.index(checkpoint.path) + 1 :]:
+        aside = later.parent / SET_ASIDE / later.name
+        aside.parent.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(later, aside)
+        run.resume_notes.append(f"{later.name}, which is later, is now {aside}")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run's folder holds a finished checkpoint, broken or not."""
+    return any((path / MANIFEST).exists() for path in listed(folder / CHECKPOINTS))

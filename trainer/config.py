@@ -106,6 +106,21 @@ class RunConfig:
     """folder for everything the run writes; unset: runs/<dataset>-<time>"""
     log_interval: int = 50
     """updates between two log lines"""
+    checkpointing_steps: int | Literal["epoch"] = "epoch"
+    """write a checkpoint after this many updates, or after each epoch ('epoch'), and in any case at the end of the run"""
+    save_total_limit: int | None = 3
+    """how many checkpoints to keep, of the newest updates; null: all. The best epoch's model is kept apart, in output_dir/model"""
+    resume_from_checkpoint: str | None = None
+    """go on with a checkpoint: its folder, or a run's folder for its newest whole one, or 'auto' for that of --output_dir (starts anew
+    where there is none); --epochs is the total; unset: start anew (short: --resume)"""
+    max_time: str | None = None
+    """stop with a checkpoint after this time, HH:MM:SS or seconds; unset: never"""
+    early_stopping_patience: int | None = None
+    """end after this many epochs without a better accuracy; unset: never"""
+    hang_timeout: float = 300.0
+    """limit for a rank that the others wait for, in seconds; then the run says which one is missing where, and ends; 0: none"""
+    audit_interval: int = 200
+    """updates after which all ranks compare their weights, rate and scale; each epoch's end is one more time; 0: never"""
 
 
 SECTIONS = (DataConfig, ModelConfig, OptimConfig, RunConfig)
@@ -122,6 +137,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
+            if isinstance(value, str):
+                continue
             if value is not None and not abs(value) < INFINITY:
                 raise UserError(f"--{name} must be a finite number, but is {value}")
             if value is not None and not low <= value <= high:
@@ -130,15 +147,36 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         for name in ("lr", "max_grad_norm"):
             if getattr(self, name) == 0:
                 raise UserError(f"--{name} must be above 0, but is 0")
-        for name in ("dataset", "output_dir"):
+        for name in ("dataset", "output_dir", "resume_from_checkpoint"):
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise UserError(f"--{name} must not be empty: give it a value, or leave it out")
+        if self.resume_from_checkpoint == "auto" and self.output_dir is None:
+            raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
+        if self.max_time is not None:
+            seconds(self.max_time)
         if self.global_batch_size is not None and self.scale_lr != "none":
             raise UserError(
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
                 "for any number of processes: leave one of them out"
             )
+
+
+def seconds(text: str) -> float:
+    """`--max_time` in seconds.
+
+    Raises:
+        UserError: it is neither HH:MM:SS (or MM:SS) nor a number of seconds above 0.
+    """
+    total = 0.0
+    for part in text.split(":"):
+        if not re.fullmatch(r"\d+(\.\d+)?", part):
+            total = 0.0
+            break
+        total = 60 * total + float(part)
+    if not total or text.count(":") > 2:
+        raise UserError(f"--max_time must be HH:MM:SS or seconds above 0, but is {text!r}")
+    return total
 
 
 INFINITY = float("inf")
@@ -158,10 +196,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_grad_norm": (0, INFINITY),
     "seed": (0, 2**63 - 1),
     "log_interval": (1, INFINITY),
+    "checkpointing_steps": (1, INFINITY),
+    "save_total_limit": (1, INFINITY),
+    "early_stopping_patience": (1, INFINITY),
+    "hang_timeout": (0, INFINITY),
+    "audit_interval": (0, INFINITY),
 }
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-SHORT_FLAGS = {"-e": "--epochs", "-b": "--batch_size"}
+SHORT_FLAGS = {"-e": "--epochs", "-b": "--batch_size", "--resume": "--resume_from_checkpoint"}
 
 
 def parse(argv: Sequence[str]) -> Config:

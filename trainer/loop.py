@@ -7,15 +7,17 @@
         train_epoch
           for each micro-batch: forward, backward
           after the last one of an update: clip, optimizer step
-            on_step_end                     unless the GradScaler skipped the step
+            on_step_end                     unless the GradScaler skipped the step; Log, Audit, Checkpoints
+            all ranks agree whether to stop
         evaluate
           on_eval_start
           for each batch: on_eval_batch     GatherMetrics
+            all ranks agree whether to stop
           on_eval_end
-        on_epoch_end                        SaveOnMain, Log
-      on_fit_end
+        on_epoch_end                        SaveOnMain, Log, Checkpoints
+      on_fit_end, or on_interrupt           Checkpoints: after a stop that will be resumed
 
-Every rank runs every line, and every hook.
+Every rank runs every line, and every hook. `run.at` tells the watch where this rank is, should another wait for it in vain.
 """
 
 import time
@@ -25,80 +27,139 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from trainer.agreement import interrupted, note_finding, settle
+from trainer.finite import Finding, Update
 from trainer.hooks.base import HookList
 from trainer.hooks.gather_metrics import GatherMetrics
 from trainer.hooks.save_on_main import SaveOnMain
 from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
 from trainer.runtime import UserError
-from trainer.state import Run, Window, loss_scale
+from trainer.seeding import restore_generators
+from trainer.state import Run, loss_scale
 
+# From PyTorch's first scale, 65536, so many skips in a row lead to one at which no gradient of a sound loss overflows.
+MAX_SKIPS = 30
 REQUIRED_HOOKS = (SetEpoch, SeedProcesses, GatherMetrics, SaveOnMain)
 
 T = TypeVar("T")
 
 
 def fit(run: Run, hooks: HookList) -> None:
-    """Train for `config.epochs` epochs or `config.max_steps` updates, whichever ends first, and evaluate after each epoch.
+    """Train to the end of `config.epochs` epochs or `config.max_steps` updates, whichever comes first, and evaluate after each epoch.
+
+    A run that was resumed goes on where its state says, inside an epoch or before its evaluation. When all ranks agree to stop, the
+    epoch in progress is left as it is: no evaluation, `state.interrupted` says why.
 
     Raises:
         ValueError: one of the four hooks that correctness rests on is missing.
+        RunError: a loss or gradient is not finite.
     """
     missing = [kind.__name__ for kind in REQUIRED_HOOKS if not any(isinstance(hook, kind) for hook in hooks)]
     if missing:
         raise ValueError(f"fit needs the hooks {', '.join(missing)}")
     state = run.state
+    run.processes.stops.training = True
     hooks.on_fit_start(run)
-    while state.epoch < run.config.epochs and not state.stop:
+    settle(run)
+    while state.epoch < run.config.epochs and not state.stop and not state.interrupted:
         hooks.on_epoch_start(run)
         train_epoch(run, hooks)
-        evaluate(run, hooks)
+        if not state.interrupted:
+            evaluate(run, hooks)
+        if state.interrupted:
+            break
         state.finish_epoch()
         hooks.on_epoch_end(run)
-    hooks.on_fit_end(run)
+        settle(run)
+    if state.interrupted:
+        hooks.on_interrupt(run)
+    else:
+        hooks.on_fit_end(run)
+    run.processes.stops.training = False
 
 
 def train_epoch(run: Run, hooks: HookList) -> None:
-    """One pass over this rank's share of the train split."""
-    plan, state, rank = run.plan, run.state, run.processes.rank
+    """One pass over this rank's share of the train split, or over what a resumed epoch still has of it."""
+    state, rank = run.state, run.processes.rank
+    start, plan = state.consumed, run.plan.rest(state.consumed)
+    state.stop = run.config.max_steps is not None and state.step >= run.config.max_steps
+    if state.stop or not plan.micro_batches:
+        resume_generators(run)
+        return
     run.model.train()
-    for micro, (images, labels) in enumerate(timed(run.train_loader, run.window)):
+    losses: list[Tensor] = []
+    for micro, (images, labels) in enumerate(timed(run.train_loader, run)):
+        if micro == 0:
+            # Not before: making the loader's iterator drew from them.
+            resume_generators(run)
         update = plan.ends_update(micro)
         with nullcontext() if update else run.accelerator.no_sync(run.model):
+            run.at("forward")
             loss = F.cross_entropy(run.model(run.normalize(images)), labels)
+            run.at("backward")
             run.accelerator.backward(loss * plan.loss_weight(micro, rank))
-        run.window.loss += loss.detach() * len(labels)
+        losses.append(loss.detach())
+        run.window.loss += losses[-1] * len(labels)
         run.window.samples += len(labels)
-        if not update or not optimizer_step(run):
+        if not update:
             continue
-        state.step += 1
-        state.samples += plan.update_size(micro)
-        hooks.on_step_end(run)
-        if state.step == run.config.max_steps:
-            state.stop = True
+        run.at("update")
+        size = plan.update_size(micro)
+        made_of = Update(state.epoch, state.step, state.consumed, size)
+        done = optimizer_step(run, made_of, losses)
+        losses = []
+        state.consumed += size
+        if done:
+            state.step += 1
+            state.samples += size
+            hooks.on_step_end(run)
+        state.stop = run.config.max_steps is not None and state.step >= run.config.max_steps
+        if interrupted(run) or state.stop:
             # Accelerate would keep a loader that is left early on its stack of active ones.
             run.train_loader.end()
-            break
+            return
+    assert state.consumed == start + plan.samples - plan.dropped, (state.consumed, start, plan)
 
 
-def optimizer_step(run: Run) -> bool:
+def resume_generators(run: Run) -> None:
+    """In the epoch that a resume goes on with, put this rank's generators where they were."""
+    if run.generators is not None:
+        restore_generators(run.generators, run.accelerator.device)
+        run.generators = None
+
+
+def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     """Clip and update; False when the GradScaler skipped the update because a gradient had overflowed.
 
     A skip shows in the falling scale. (Accelerate's own flag misses it with fused optimizers.)
     """
-    state = run.state
-    if state.step == 0:
+    state, scaler = run.state, run.accelerator.scaler
+    if state.step == run.first_step:
         check_gradients(run)
+    norm = None
     if run.config.max_grad_norm is not None:
-        run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
+        norm = run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
+    elif scaler is None:
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in run.module.parameters() if parameter.grad is not None])
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr_plan.at(state.step)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if scaler is None:
+        run.finite.see(made_of, losses, norm)
+        note_finding(run)
+        return True
     before, state.loss_scale = state.loss_scale, loss_scale(run.accelerator)
     skipped = before is not None and state.loss_scale is not None and state.loss_scale < before
     state.skipped += skipped
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+    if state.skipped_in_a_row == MAX_SKIPS:
+        mean = float(torch.stack(losses).mean())
+        run.finite.find(Finding(made_of, mean, None, f"the gradient overflows at every loss scale: {MAX_SKIPS} skips in a row, the newest"))
+        note_finding(run)
     return not skipped
 
 
@@ -124,19 +185,28 @@ def evaluate(run: Run, hooks: HookList) -> None:
     """One pass over the test split; a hook turns the logits into `state.metrics`. Through the prepared model, on every rank."""
     run.model.eval()
     hooks.on_eval_start(run)
+    run.at("evaluation data")
     for images, labels in run.eval_loader:
-        hooks.on_eval_batch(run, run.model(run.normalize(images)), labels)
+        run.at("evaluation forward")
+        logits = run.model(run.normalize(images))
+        run.at("gather")
+        hooks.on_eval_batch(run, logits, labels)
+        if interrupted(run):
+            run.eval_loader.end()
+            return
+        run.at("evaluation data")
     hooks.on_eval_end(run)
 
 
-def timed(loader: Iterable[T], window: Window) -> Iterator[T]:
-    """The loader's batches; the seconds that they let the loop wait go to `window.waited`."""
+def timed(loader: Iterable[T], run: Run) -> Iterator[T]:
+    """The loader's batches; the seconds that they let the loop wait go to `run.window.waited`."""
     batches = iter(loader)
     while True:
+        run.at("data")
         start = time.perf_counter()
         try:
             batch = next(batches)
         except StopIteration:
             return
-        window.waited += time.perf_counter() - start
+        run.window.waited += time.perf_counter() - start
         yield batch

@@ -9,7 +9,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainer.config import Config, parse
-from trainer.runtime import Processes, run_command
+from trainer.runtime import EXIT_FAILURE, Processes, Stopped, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,10 +28,15 @@ def train(config: Config, processes: Processes) -> None:
     """config -> accelerator -> data -> model -> loop and hooks -> output_dir."""
     # Heavy imports come after the flags are checked: a mistyped one is answered at once.
     from trainer.accelerator import build_accelerator
+    from trainer.checkpoint import find, restore
     from trainer.data.loaders import load_data
-    from trainer.hooks.base import HookList
+    from trainer.hooks.audit import Audit
+    from trainer.hooks.base import Hook, HookList
+    from trainer.hooks.checkpoints import Checkpoints
+    from trainer.hooks.early_stopping import EarlyStopping
     from trainer.hooks.gather_metrics import GatherMetrics
     from trainer.hooks.log import Log
+    from trainer.hooks.max_time import MaxTime
     from trainer.hooks.progress import Progress
     from trainer.hooks.save_on_main import SaveOnMain
     from trainer.hooks.seed_processes import SeedProcesses
@@ -42,13 +47,53 @@ def train(config: Config, processes: Processes) -> None:
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
+    checkpoint = find(config, processes)
     data = load_data(config, processes)
     run = build_run(config, processes, data, accelerator)
-    run.output_dir = create_output_dir(config, processes, data.classes)
-    if run.is_main:
-        processes.at_exit.append(lambda code, reason: write_exit(run.output_dir, code, reason, run.state.step))
-    hooks = (SetEpoch(), SeedProcesses(), GatherMetrics(), SaveOnMain(), Log(), Progress())
-    fit(run, HookList(hooks))
+    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
+
+    def leave(code: int, reason: str) -> None:
+        run.close()
+        if run.is_main:
+            write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
+
+    def blame(error: BaseException) -> tuple[str, bool] | None:
+        sentence = run.watch.explain(error)
+        if sentence is None:
+            run.watch.failed(f"{type(error).__name__}: {error}")
+            return None
+        return sentence, run.watch.speaks
+
+    def on_verdict(reason: str) -> None:
+        if run.watch.speaks:
+            write_exit(run.output_dir, EXIT_FAILURE, reason, run.checkpoint is not None, run.state.step)
+
+    run.watch.on_verdict = on_verdict
+    processes.at_exit.append(leave)
+    processes.at_failure.append(blame)
+    processes.at_last.append(run.watch.close)
+    hooks: tuple[Hook, ...] = (
+        SetEpoch(),
+        SeedProcesses(),
+        GatherMetrics(),
+        SaveOnMain(),
+        Log(),
+        Progress(),
+        Audit(),
+        MaxTime(),
+        EarlyStopping(),
+    )
+    if checkpoint is not None:
+        restore(run, checkpoint)
+        HookList(hooks).load_state_dict(checkpoint.state["hooks"])
+    elif config.resume_from_checkpoint is not None:
+        run.resume_notes = [f"there is no checkpoint in {run.output_dir}: the training starts anew"]
+    run.watch.start(run.output_dir)
+    fit(run, HookList((*hooks, Checkpoints(hooks))))
+    if run.state.interrupted is not None:
+        raise Stopped(
+            f"{run.state.interrupted} at update {run.state.step}, epoch {run.state.epoch + 1}; go on with --resume {run.output_dir}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -12,39 +13,44 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoint import write_json
+from trainer.checkpoint import CHECKPOINTS, MODEL, Checkpoint, has_checkpoint
 from trainer.config import Config
-from trainer.runtime import Processes, UserError
+from trainer.files import write_json
+from trainer.runtime import Processes, UserError, say
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", "model")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
 
 
-def create_output_dir(config: Config, processes: Processes, classes: tuple[str, ...]) -> Path:
+def create_output_dir(config: Config, processes: Processes, classes: tuple[str, ...], checkpoint: Checkpoint | None = None) -> Path:
     """Make the folder, with config.yaml, classes.json and env.json in it. A collective.
 
+    Args:
+        checkpoint: what the run goes on with; its run's folder is used again, unless `output_dir` is another one.
+
     Raises:
-        UserError: it holds a run already, or cannot be written.
+        UserError: it holds another run already, or cannot be written.
     """
     folder: list[Path] = []
     with processes.together():
         if processes.is_main:
-            folder.append(_create(config))
+            folder.append(_create(config, checkpoint))
             (folder[0] / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
             write_json(folder[0] / "classes.json", list(classes))
             write_json(folder[0] / "env.json", environment(processes))
     return processes.broadcast(folder[0] if folder else Path())
 
 
-def _create(config: Config) -> Path:
+def _create(config: Config, checkpoint: Checkpoint | None) -> Path:
     try:
-        if config.output_dir is not None:
-            folder = Path(config.output_dir)
-            held = [name for name in RUN_FILES if (folder / name).exists()]
-            if held:
-                raise UserError(f"--output_dir {folder} holds a run already ({held[0]}): choose another --output_dir")
+        folder = Path(config.output_dir) if config.output_dir is not None else checkpoint.run_folder if checkpoint is not None else None
+        if folder is not None:
+            if checkpoint is None or folder.resolve() != checkpoint.run_folder.resolve():
+                _refuse_held(folder, config)
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, os.strerror(13))
+            # It tells how an earlier attempt ended.
+            (folder / "exit.json").unlink(missing_ok=True)
             return folder
         dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
         name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -59,6 +65,19 @@ def _create(config: Config) -> Path:
     except OSError as error:
         place = config.output_dir or "runs"
         raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
+
+
+def _refuse_held(folder: Path, config: Config) -> None:
+    """Refuse a folder that holds a run; not one that `--resume auto` goes on with, killed before its first checkpoint."""
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if not held:
+        return
+    if config.resume_from_checkpoint == "auto" and not (folder / "results.json").exists() and not has_checkpoint(folder):
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        return
+    go_on = "go on with it by --resume auto, or " if has_checkpoint(folder) else ""
+    raise UserError(f"--output_dir {folder} holds a run already ({held[0]}): {go_on}choose another --output_dir")
 
 
 def environment(processes: Processes) -> dict[str, Any]:
@@ -79,6 +98,13 @@ def environment(processes: Processes) -> dict[str, Any]:
     }
 
 
-def write_exit(folder: Path, code: int, reason: str, step: int) -> None:
-    """exit.json: how the run ended; launchers turn every failure into 1."""
-    write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": False, "step": step})
+def write_exit(folder: Path, code: int, reason: str, resumable: bool, step: int) -> None:
+    """exit.json: how the run ended; launchers turn every failure into 1.
+
+    Args:
+        resumable: `--resume auto` goes on, since there is a whole checkpoint.
+    """
+    try:
+        write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": resumable, "step": step})
+    except OSError as error:
+        say(f"exit.json cannot be written: {error}")

@@ -4,21 +4,25 @@ Nothing between processes may depend on a fact that only one of them knows (an e
 how a step that can fail is taken: every rank attempts it, every rank learns the outcome, and all go on or all end.
 """
 
+import errno
 import gc
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.stops import Interrupted, Stops, leave_marker, restarted, stopped_before
+
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-EXIT_DONE, EXIT_FAILURE, EXIT_USER = 0, 1, 2
+EXIT_DONE, EXIT_FAILURE, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 75
 # Waiting for a rank that downloads a data set can rightly take hours; a rank that died is ended by its launcher, not by this limit.
 CONTROL_TIMEOUT = timedelta(hours=24)
 REFUSED_ENGINES = {
@@ -39,9 +43,21 @@ class UserError(Exception):
         agreed: all ranks raise the same error, so that the main process alone prints it.
     """
 
+    code = EXIT_USER
+
     def __init__(self, message: str, agreed: bool = False) -> None:
         super().__init__(message)
         self.agreed = agreed
+
+
+class RunError(UserError):
+    """What went wrong in the middle of a run and is no bug of the trainer: a full disk, a loss that is not finite. One sentence too."""
+
+    code = EXIT_FAILURE
+
+
+class Stopped(Exception):
+    """All ranks stopped on request, and the run can be resumed; its text says why and how."""
 
 
 class PeerError(Exception):
@@ -72,12 +88,21 @@ class Processes:
     Attributes:
         state: Accelerate's view: rank, number of processes, device, backend.
         control: a gloo group for small messages between the processes' CPUs; None where there is no process group.
+        stops: what the ranks want to stop for.
         at_exit: called as `at_exit(code, reason)` on every rank when the command ends, whatever ends it.
+        at_failure: called with the exception that ends this rank; tells the others of it, or returns the sentence that names the rank
+            which is to blame for it, and whether this rank is the one to print it.
+        at_last: called when the process group has been left.
+        started: when this process joined, `time.monotonic` seconds.
     """
 
     state: "PartialState"
     control: Any = None
+    stops: Stops = field(default_factory=Stops)
     at_exit: list[Callable[[int, str], None]] = field(default_factory=list)
+    at_failure: list[Callable[[BaseException], tuple[str, bool] | None]] = field(default_factory=list)
+    at_last: list[Callable[[], None]] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def rank(self) -> int:
@@ -107,7 +132,13 @@ class Processes:
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank. A collective."""
-        return self.all_gather(value)[0]
+        if self.control is None:
+            return value
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -121,11 +152,12 @@ class Processes:
         try:
             yield
         except Exception as error:
-            failure = error
-        sentence = str(failure) if isinstance(failure, UserError) else None
+            failure = disk_full(error) or error
+        sentence = (type(failure), str(failure)) if isinstance(failure, UserError) else None
         for rank, (failed, message) in enumerate(self.all_gather((failure is not None, sentence))):
             if message is not None:
-                raise UserError(message, agreed=True)
+                kind, text = message
+                raise (RunError if issubclass(kind, RunError) else UserError)(text, agreed=True)
             if failed:
                 raise failure if failure is not None else PeerError(f"rank {rank} failed")
 
@@ -143,6 +175,16 @@ class Processes:
         return results[0]
 
 
+def disk_full(error: BaseException) -> RunError | None:
+    """The sentence for an operating system's error that means no space left; None for any other."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" of {error.filename}" if error.filename else ""
+        return RunError(
+            f"no space left on the disk{place} ({error.strerror}): free some; what was written whole is intact, and --resume auto goes on"
+        )
+    return None
+
+
 def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) -> None:
     """Run a command on every process: parse, join the process group, `body`, leave the group, whatever happens.
 
@@ -150,11 +192,16 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
     leaves before the sentence is written, since a launcher ends the whole group as soon as one process leaves.
 
     Raises:
-        SystemExit: the command failed; 2 for a user's mistake, 1 for anything else.
+        SystemExit: the command did not end as asked; 2 for a user's mistake, 75 for a stop on request, 1 for anything else.
     """
     processes: Processes | None = None
     code, reason = EXIT_DONE, "done"
+    stops = Stops()
+    stops.install()
     try:
+        before = stopped_before()
+        if before is not None:
+            raise Stopped(f"the launcher started the training again, but it had been stopped on request ({before}): nothing is done")
         config, mistake = None, None
         try:
             config = parse()
@@ -165,28 +212,29 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         world_size = launched_world_size()
         if mistake is not None and world_size == 1:
             raise mistake
-        processes = join()
+        processes = join(stops)
+        stops.at_once = lambda: end_at_once(processes)
         with processes.together():
             if mistake is not None:
                 raise mistake
         assert config is not None
         body(config, processes)
-    except UserError as error:
-        code, reason = EXIT_USER, str(error)
-        rank = processes.rank if processes else _launched_rank()
-        if rank == 0 or not error.agreed:
-            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        if error.agreed and processes is not None:
-            processes.all_gather(None)
-    except PeerError as error:
-        code, reason = EXIT_FAILURE, str(error)
+    except Stopped as stop:
+        code, reason = EXIT_STOPPED, str(stop)
+        if processes is None or processes.is_main:
+            say(f"stopped: {stop}")
+        leave_marker(str(stop))
+    except Interrupted as stop:
+        code, reason = EXIT_STOPPED, f"{stop} before the training began"
+        if processes is None or processes.is_main:
+            say(f"stopped: {reason}")
+        leave_marker(reason)
     except KeyboardInterrupt:
         code, reason = EXIT_FAILURE, "interrupted"
         if processes is None or processes.is_main:
-            print("interrupted", file=sys.stderr, flush=True)
-    except Exception as error:
-        code, reason = EXIT_FAILURE, f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+            say(reason)
+    except Exception as raised:
+        code, reason = explain_end(raised, processes)
     finally:
         if processes is not None:
             try:
@@ -195,8 +243,60 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
             finally:
                 processes.at_exit.clear()
                 leave_group(processes)
+                for close in processes.at_last:
+                    close()
+        stops.remove()
     if code != EXIT_DONE:
         raise SystemExit(code)
+
+
+def explain_end(raised: Exception, processes: Processes | None) -> tuple[int, str]:
+    """Say on stderr why this rank ends, unless another one does; the exit code and the reason."""
+    error = disk_full(raised) or raised
+    if isinstance(error, UserError):
+        rank = processes.rank if processes else _launched_rank()
+        if rank == 0 or not error.agreed:
+            say(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
+        if processes is not None and error.agreed:
+            processes.all_gather(None)
+        elif processes is not None:
+            blame(error, processes)
+        return error.code, str(error)
+    if isinstance(error, PeerError):
+        return EXIT_FAILURE, str(error)
+    other = blame(error, processes) if processes is not None else None
+    if other is not None:
+        sentence, speaks = other
+        if speaks:
+            say(f"error: {sentence}")
+        return EXIT_FAILURE, sentence
+    traceback.print_exc()
+    return EXIT_FAILURE, f"{type(error).__name__}: {error}"
+
+
+def blame(error: BaseException, processes: Processes) -> tuple[str, bool] | None:
+    """Tell the other ranks of `error`, or hear from them whose fault it is."""
+    return next((other for ask in processes.at_failure if (other := ask(error)) is not None), None)
+
+
+def say(text: str) -> None:
+    """A line on stderr, whose reader may have gone."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def end_at_once(processes: Processes | None) -> None:
+    """End this process now, in whatever it is: for a user who will not wait. What was written whole stays."""
+    import psutil
+
+    say("stopped at once")
+    for leave in processes.at_exit if processes is not None else ():
+        with suppress(Exception):
+            leave(EXIT_FAILURE, "stopped at once, without a checkpoint")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    os._exit(EXIT_FAILURE)
 
 
 def _launched_rank() -> int:
@@ -253,8 +353,11 @@ def adopt_debug_group() -> None:
         os.environ.update(RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=str(dist.get_world_size()))
 
 
-def join() -> Processes:
+def join(stops: Stops | None = None) -> Processes:
     """Join the process group that the launcher's environment describes: nccl on CUDA, gloo on a machine without GPU.
+
+    Args:
+        stops: this process's, whose signals are already taken over.
 
     Raises:
         UserError: an unsupported device, a port in use, an unreachable network interface, or a number of processes that is not
@@ -272,7 +375,7 @@ def join() -> Processes:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         # Without cpu=True, Accelerate makes every process of a machine without GPU believe that it is the only one.
-        state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"))
+        state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"), **restarted_group())
     except (RuntimeError, ValueError) as error:
         # Half-made state would answer the next attempt in this Python, for example in a notebook.
         PartialState._reset_state()
@@ -283,9 +386,26 @@ def join() -> Processes:
             f"the launcher started {size} processes, but Accelerate counts {state.num_processes}: start them with "
             "`accelerate launch` or `torchrun`"
         )
+    processes = Processes(state, stops=stops or Stops())
     if dist.is_initialized():
-        return Processes(state, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
-    return Processes(state)
+        processes.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        processes.stops.join(dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+    return processes
+
+
+def restarted_group() -> dict[str, Any]:
+    """What `init_process_group` needs when an elastic launcher has started this group again, else nothing.
+
+    With the static rendezvous, which `accelerate launch` uses, the launcher's store still holds the addresses of the attempt before,
+    and gloo connects to processes that are gone (torch 2.14). Each attempt therefore gets keys of its own.
+    """
+    if not restarted() or not env_true("TORCHELASTIC_USE_AGENT_STORE"):
+        return {}
+    import torch.distributed as dist
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": env_int("RANK", 0), "world_size": env_int("WORLD_SIZE", 1)}
 
 
 def refuse_device(device_type: str) -> None:
@@ -329,6 +449,7 @@ def leave_group(processes: Processes) -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     processes.control = None
+    processes.stops.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from trainer.config import Config
 from trainer.data.loaders import Data, build_loaders
-from trainer.data.sampler import BatchPlan
+from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
+from trainer.finite import Finite
 from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
 from trainer.seeding import derive_seed
+from trainer.watch import Watch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,25 +30,32 @@ class TrainState:
         epoch: finished epochs.
         step: finished optimizer updates.
         samples: images seen by finished updates, over all ranks.
-        skipped: updates that the GradScaler refused, because a gradient had overflowed; they count in neither of the two above.
+        consumed: samples of the epoch in progress that are behind it, in its order; the position of a resume.
+        skipped: updates that the GradScaler refused, because a gradient had overflowed; they count in neither step nor samples.
+        skipped_in_a_row: the newest of them, without a finished update between.
         loss_scale: the GradScaler's factor after the newest step; None without one.
         metrics: of the newest evaluation; `acc1` in percent, `loss`, `samples`, …
         best: metrics of the best epoch so far, with its number under `epoch`.
         stop: fit ends after the epoch in progress and its evaluation.
+        interrupted: fit ends here, to be resumed: why all ranks agreed to.
     """
 
     epoch: int = 0
     step: int = 0
     samples: int = 0
+    consumed: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     loss_scale: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     stop: bool = False
+    interrupted: str | None = None
 
     def finish_epoch(self) -> None:
         """Count the epoch, and keep its metrics when its accuracy is the best so far (the earlier one on a tie)."""
         self.epoch += 1
+        self.consumed = 0
         if not self.best or self.metrics["acc1"] > self.best["acc1"]:
             self.best = {**self.metrics, "epoch": self.epoch}
 
@@ -79,9 +88,16 @@ class Run:
     Attributes:
         module: the plain model, clean state_dict keys; `model` is the same one prepared (autocast, DDP, compiled).
         normalize: uint8 batch -> the model's input, on its device.
+        sampler: the train loader's order and position.
         sync_bn_layers: BatchNorm layers converted to synchronised ones.
         total_steps: updates that the run will do when the scaler skips none.
+        finite: sees whether losses and gradients are finite.
+        watch: knows where each rank is.
         output_dir: the run's folder, made by the main process.
+        checkpoint: the newest whole one, written or resumed from.
+        resume_notes: what the user should know of a resume.
+        generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
+        first_step: updates that were done before this process started.
     """
 
     config: Config
@@ -94,12 +110,19 @@ class Run:
     optimizer: Any
     train_loader: Any
     eval_loader: Any
+    sampler: EpochSampler
     lr_plan: LrPlan
     sync_bn_layers: int
     total_steps: int
     state: TrainState
     window: Window
+    finite: Finite
+    watch: Watch
     output_dir: Path = Path()
+    checkpoint: Path | None = None
+    resume_notes: list[str] = field(default_factory=list)
+    generators: dict[str, Tensor] | None = None
+    first_step: int = 0
 
     @property
     def plan(self) -> BatchPlan:
@@ -109,10 +132,24 @@ class Run:
     def is_main(self) -> bool:
         return self.processes.is_main
 
+    def at(self, phase: str) -> None:
+        """Tell the watch where this rank is; see `watch.PHASES`."""
+        self.watch.at(phase, self.state.epoch, self.state.step)
+
+    def close(self) -> None:
+        """End the data workers. In a cycle that the garbage collector breaks up they would be waited for in vain, 5 seconds each."""
+        for loader in (self.train_loader, self.eval_loader):
+            getattr(loader, "base_dataloader", loader)._iterator = None
+
 
 def loss_scale(accelerator: "Accelerator") -> float | None:
     """The GradScaler's factor; None without one. Waits for the device."""
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
+
+
+def planned_steps(config: Config, updates: int) -> int:
+    """Updates of a run whose epochs have `updates`."""
+    return updates if config.max_steps is None else min(updates, config.max_steps)
 
 
 def build_run(config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None) -> Run:
@@ -137,16 +174,14 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
     if processes.count > 1 and not synchronise and not config.broadcast_buffers and batchnorm_layers(module):
         raise UserError("--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them")
     optimizer = build_optimizer(config, module)
-    train_loader, eval_loader = build_loaders(data, config)
+    train_loader, eval_loader, sampler = build_loaders(data, config)
     model, optimizer = accelerator.prepare(module, optimizer)
     # Our batch sampler has dealt out the short last batch itself; evaluation is filled up, and gather_for_metrics cuts that off.
     accelerator.dataloader_config.even_batches = False
     train_loader = accelerator.prepare(train_loader)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader)
-    total = config.epochs * data.plan.updates
-    if config.max_steps is not None:
-        total = min(total, config.max_steps)
+    total = planned_steps(config, config.epochs * data.plan.updates)
     return Run(
         config=config,
         processes=processes,
@@ -158,9 +193,12 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         optimizer=optimizer,
         train_loader=train_loader,
         eval_loader=eval_loader,
+        sampler=sampler,
         lr_plan=plan_lr(config, data.plan, total),
         sync_bn_layers=converted,
         total_steps=total,
         state=TrainState(loss_scale=loss_scale(accelerator)),
         window=Window(torch.zeros((), dtype=torch.float64, device=accelerator.device)),
+        finite=Finite(accelerator.device),
+        watch=Watch(processes, config.hang_timeout),
     )

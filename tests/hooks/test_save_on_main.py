@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers import alone_run, make_run, needed_hooks, write_ids
 from tests.ranks import Ranks
-from trainer.checkpoint import load_model
+from trainer.export import load_model
 from trainer.loop import fit
 from trainer.models.convnet import ConvNet
 from trainer.runtime import Processes

@@ -47,7 +47,7 @@ def test_the_epoch_comes_from_the_state_and_not_from_a_count(tmp_path: Path) -> 
         fit(run, needed_hooks(order))
         assert run.state.step == 2
         assert not run.accelerator.gradient_state.in_dataloader, "the loader that was left early is still active"
-        run.state.epoch, run.state.stop = 7, False
+        run.state.epoch, run.state.step, run.state.stop = 7, -10, False
         hooks = needed_hooks(order)
         hooks.on_epoch_start(run)
         train_epoch(run, hooks)

@@ -12,6 +12,7 @@ from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
 from trainer.data.transforms import pixel_statistics
 from trainer.runtime import Processes, UserError
+from trainer.stops import ignore_stop_signals
 
 DEFAULT_BATCH_SIZE = 32
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
@@ -105,14 +106,16 @@ def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
     return BatchPlan(samples, processes, batch_size, accumulation)
 
 
-def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """The train and the evaluation loader, still to be prepared, the one with even_batches=False, the other with True."""
+def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
+    """Train loader and evaluation loader, still to be prepared, with even_batches=False and True; the train loader's sampler."""
     options: dict[str, Any] = {
         "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
+        "worker_init_fn": ignore_stop_signals,
     }
-    train = DataLoader(data.train, batch_sampler=RankBatchSampler(EpochSampler(len(data.train), config.seed), data.plan), **options)
+    sampler = EpochSampler(len(data.train), config.seed)
+    train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)
     largest_share = -(-len(data.test) // data.plan.processes)
     test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)
-    return train, test
+    return train, test, sampler

@@ -6,7 +6,7 @@ persistent worker process knows the epoch without a side channel.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
@@ -71,6 +71,14 @@ class BatchPlan:
         """Updates of an epoch."""
         return -(-self.micro_batches // self.accumulation)
 
+    def rest(self, consumed: int) -> "BatchPlan":
+        """The plan of what an epoch still has to train after its first `consumed` samples; its micro-batches count from 0 again.
+
+        After whole updates it cuts the rest as this plan does, and so does the plan of another number of processes whose global batch is
+        the same.
+        """
+        return replace(self, samples=self.samples - consumed)
+
     def size(self, micro: int) -> int:
         """Images of micro-batch `micro`, counted from 0, over all ranks."""
         return min(self.micro_batch_size, self.samples - self.dropped - micro * self.micro_batch_size)
@@ -99,27 +107,32 @@ class BatchPlan:
 
 
 class EpochSampler(Sampler[int]):
-    """Keys of all training samples in the order of the epoch; `set_epoch` chooses it."""
+    """Keys of the training samples in the order of the epoch; `set_epoch` chooses it.
+
+    Attributes:
+        start: samples of that order which are left out, because they were trained before a resume.
+    """
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
         self.seed = seed
         self.epoch = 0
+        self.start = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.samples
+        return self.samples - self.start
 
     def order(self) -> list[int]:
-        """Sample indices in the order of this epoch."""
+        """Sample indices in the order of this epoch, from the first one."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
         return torch.randperm(self.samples, generator=generator).tolist()
 
     def __iter__(self) -> Iterator[int]:
         base = pack_key(self.epoch, 0)
-        return iter([base | index for index in self.order()])
+        return iter([base | index for index in self.order()[self.start :]])
 
 
 class RankBatchSampler(BatchSampler):
@@ -134,14 +147,19 @@ class RankBatchSampler(BatchSampler):
         super().__init__(sampler, plan.batch_size, drop_last=False)
         self.plan = plan
 
+    @property
+    def rest(self) -> BatchPlan:
+        """The plan of what the sampler's position leaves of the epoch."""
+        return self.plan.rest(self.sampler.start)
+
     def __len__(self) -> int:
-        return self.plan.micro_batches * self.plan.processes
+        return self.rest.micro_batches * self.plan.processes
 
     def __iter__(self) -> Iterator[list[int]]:
-        keys = list(self.sampler)
+        keys, plan = list(self.sampler), self.rest
         start = 0
-        for micro in range(self.plan.micro_batches):
-            for rank in range(self.plan.processes):
-                end = start + self.plan.share(micro, rank)
+        for micro in range(plan.micro_batches):
+            for rank in range(plan.processes):
+                end = start + plan.share(micro, rank)
                 yield keys[start:end]
                 start = end

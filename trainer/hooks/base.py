@@ -1,6 +1,7 @@
 """Hook: what can be done at each point of the loop. HookList: several of them, called in order."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,23 @@ class Hook:
 
     def on_epoch_end(self, run: Run) -> None: ...
 
+    def on_interrupt(self, run: Run) -> None:
+        """In place of `on_fit_end` when all ranks have agreed to stop here, to be resumed."""
+
     def on_fit_end(self, run: Run) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook has to know after a resume: numbers, texts, true or false, or None, by name. Called on the main process."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up `state`, as `state_dict` gave it, before `on_fit_start`; on every rank.
+
+        Raises:
+            ValueError: its names are not the hook's.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, but the checkpoint has {', '.join(state)}")
 
 
 class HookList:
@@ -72,3 +89,24 @@ class HookList:
     def on_fit_end(self, run: Run) -> None:
         for hook in self.hooks:
             hook.on_fit_end(run)
+
+    def on_interrupt(self, run: Run) -> None:
+        for hook in self.hooks:
+            hook.on_interrupt(run)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of the hooks that have one, by class name."""
+        return {type(hook).__name__: state for hook in self.hooks if (state := hook.state_dict())}
+
+    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
+        """Give each hook its state.
+
+        Raises:
+            ValueError: a state is of no hook, or misses one.
+        """
+        hooks = {type(hook).__name__: hook for hook in self.hooks}
+        wrong = states.keys() ^ self.state_dict().keys()
+        if wrong:
+            raise ValueError(f"the checkpoint's hooks are not those of this run: {', '.join(sorted(wrong))}")
+        for name, state in states.items():
+            hooks[name].load_state_dict(state)

@@ -1,6 +1,8 @@
 """What the user reads: the block before training, log lines, train.log, metrics.jsonl, results.json; once, from the main process."""
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -8,7 +10,7 @@ from typing import IO, Any
 import torch
 
 from trainer.accelerator import describe_precision
-from trainer.checkpoint import write_json
+from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
 from trainer.state import Run
 
@@ -23,17 +25,32 @@ class Log(Hook):
     lines: IO[str]
     numbers: IO[str]
 
+    def __init__(self) -> None:
+        self.entries = 0
+        self.seconds = self.train_seconds = 0.0
+        self.fit_start = time.perf_counter()
+
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
-            self.lines = _open(run.output_dir / "train.log")
-            self.numbers = _open(run.output_dir / "metrics.jsonl")
+            self.lines = (run.output_dir / "train.log").open("a", encoding="utf-8")
+            self.numbers = reopen(run.output_dir / "metrics.jsonl", self.entries)
             run.processes.at_exit.append(self.close)
             for key, value in describe(run):
                 self.print(f"{key:>10} {value}")
         self.fit_start = self.start = time.perf_counter()
-        self.first_step = run.state.step
-        self.samples = run.state.samples
-        self.train_seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What metrics.jsonl has in it, and the time up to here, also before a resume."""
+        if self.entries:
+            flush(Path(self.numbers.name))
+        return {"entries": self.entries, "seconds": self.elapsed(), "train_seconds": self.train_seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries, self.seconds, self.train_seconds = state["entries"], state["seconds"], state["train_seconds"]
+
+    def elapsed(self) -> float:
+        """Seconds of training and evaluation so far, with those before a resume."""
+        return self.seconds + time.perf_counter() - self.fit_start
 
     def on_epoch_start(self, run: Run) -> None:
         self.start = self.epoch_start = time.perf_counter()
@@ -50,13 +67,14 @@ class Log(Hook):
 
     def log_training(self, run: Run) -> None:
         """One training line. A collective: every rank calls it at the same step."""
+        run.at("log")
         state, window = run.state, run.window
         sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples)])
         loss, samples = run.accelerator.reduce(sums, "sum").tolist()
         now = time.perf_counter()
         seconds = max(now - self.start, 1e-9)
         if run.is_main:
-            per_step = (now - self.fit_start) / max(1, state.step - self.first_step)
+            per_step = (now - self.fit_start) / max(1, state.step - run.first_step)
             entry = {
                 "event": "train",
                 "epoch": state.epoch + 1,
@@ -112,7 +130,7 @@ class Log(Hook):
         if not run.is_main:
             return
         state, best = run.state, run.state.best
-        seconds = time.perf_counter() - self.fit_start
+        seconds = self.elapsed()
         write_json(
             run.output_dir / "results.json",
             {
@@ -144,16 +162,32 @@ class Log(Hook):
         self.lines.close()
         self.numbers.close()
 
+    def on_interrupt(self, run: Run) -> None:
+        if run.is_main:
+            self.print(f"stop  {run.state.interrupted}: epoch {run.state.epoch + 1}, update {run.state.step}; writing a checkpoint")
+
     def print(self, line: str) -> None:
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError:
+            # Whoever read stdout (a pipe, a terminal that was closed) has gone; the run goes on, and so does train.log.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(line, file=self.lines, flush=True)
 
     def record(self, entry: dict[str, Any]) -> None:
+        self.entries += 1
         print(json.dumps(entry), file=self.numbers, flush=True)
 
 
-def _open(path: Path) -> IO[str]:
-    return path.open("w", encoding="utf-8")
+def reopen(path: Path, entries: int) -> IO[str]:
+    """The file at the end of its first `entries` lines; what follows them, a torn line too, is cut off."""
+    file = path.open("a+", encoding="utf-8")
+    file.seek(0)
+    for _ in range(entries):
+        if not file.readline().endswith("\n"):
+            break
+    file.truncate(file.tell())
+    return file
 
 
 def describe(run: Run) -> list[tuple[str, str]]:
@@ -185,6 +219,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("optimizer", f"{config.optimizer}, weight decay {config.weight_decay:g}"),
         ("lr plan", str(run.lr_plan)),
         ("output", str(run.output_dir)),
+        *(("resume", note) for note in run.resume_notes),
     ]
     if plan.dropped:
         rows.append(("note", f"{plan.dropped} images of each epoch are left out: the last batch has fewer than {plan.processes} processes"))

@@ -1,6 +1,6 @@
 """The best epoch's model, written by one process."""
 
-from trainer.checkpoint import save_model
+from trainer.export import save_model
 from trainer.hooks.base import Hook
 from trainer.state import Run
 
@@ -9,9 +9,15 @@ class SaveOnMain(Hook):
     """Writes output_dir/model when the epoch was the best so far: by the main process only, into place in one step."""
 
     def on_epoch_end(self, run: Run) -> None:
-        state = run.state
-        if not run.is_main or state.best["epoch"] != state.epoch:
+        if run.state.best["epoch"] != run.state.epoch:
             return
+        # All ranks know the best epoch; a full disk ends them together.
+        with run.processes.together():
+            if run.is_main:
+                self.save(run)
+
+    def save(self, run: Run) -> None:
+        state = run.state
         channels, height, width = run.data.train.shape
         scaler = run.accelerator.scaler
         save_model(

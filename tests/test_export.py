@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import checkpoint
-from trainer.checkpoint import load_model, save_model, write_json
+from trainer import export
+from trainer.export import load_model, save_model
+from trainer.files import write_json
 from trainer.models.convnet import ConvNet
 from trainer.runtime import UserError
 
@@ -84,13 +85,13 @@ def test_a_second_save_replaces_the_whole_folder(folder: Path) -> None:
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize("name", ["save_file", "write_json"])
+@pytest.mark.parametrize("name", ["write_tensors", "write_json"])
 def test_a_save_that_fails_leaves_the_old_model(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, name, full)
+        patch.setattr(export, name, full)
         with pytest.raises(OSError, match="No space left"):
             save_model(folder, trained(1), CONFIG, SCALER)
     assert torch.equal(logits(load_model(folder)[0]), logits(trained(0)))

@@ -1,0 +1,66 @@
+"""The exported model, output_dir/model: written as a whole, loaded without executing anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from trainer.files import beside, replace_folder, write_json
+from trainer.models.build import build_model
+from trainer.runtime import UserError
+
+
+def contiguous(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state_dict, copied to the CPU: safetensors refuses views of shared or permuted memory (channels_last, tied weights)."""
+    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in module.state_dict().items()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file; written by Python, so that a full disk is an OSError and the file has the user's usual permissions.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.write_bytes(save(tensors, metadata={"format": "pt"}))
+
+
+def save_model(folder: Path, module: nn.Module, config: dict[str, Any], scaler: dict[str, Any] | None) -> None:
+    """Write model.safetensors, config.json and, with a GradScaler, scaler.json; replaces the folder. On one process only.
+
+    Args:
+        module: the plain model; its keys are the file's.
+        config: what `load_model` needs to build the model and its preprocessing, and what the user wants to know of it.
+        scaler: the GradScaler's state, numbers, for fine-tuning later.
+    """
+    temporary = beside(folder)
+    write_tensors(temporary / "model.safetensors", contiguous(module))
+    write_json(temporary / "config.json", config)
+    if scaler is not None:
+        write_json(temporary / "scaler.json", scaler)
+    replace_folder(temporary, folder)
+
+
+def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The plain model of a `model` folder, on the CPU, in evaluation mode, and its config.json.
+
+    Raises:
+        UserError: the folder or one of its files is missing, broken, or of another model.
+    """
+    folder = Path(folder)
+    # A save that was killed between its two renames left the earlier model here.
+    old = folder.with_name(f".{folder.name}.old")
+    if not folder.exists() and old.exists():
+        folder = old
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+        module = build_model(config["architecture"], config["in_channels"], tuple(config["size"]), config["num_classes"])
+        module.load_state_dict(tensors)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the model folder {folder} cannot be loaded: {' '.join(str(error).split())}") from None
+    return module.eval(), config

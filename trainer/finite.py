@@ -1,0 +1,99 @@
+"""Losses and gradients that are not finite: seen without waiting for the device, and always before a checkpoint."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """Which samples an update was made of.
+
+    Attributes:
+        epoch: counted from 0.
+        step: finished updates before it.
+        start, size: its samples' place in the order of the epoch, over all ranks.
+    """
+
+    epoch: int
+    step: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An update that is not finite on this rank; `loss` is the mean of its micro-batches' losses, `grad_norm` None where not computed."""
+
+    update: Update
+    loss: float
+    grad_norm: float | None
+    reason: str
+
+
+class Finite:
+    """Notes the first update whose loss or gradient norm is not finite.
+
+    On a GPU the numbers are copied beside the computation and read when they have arrived, some updates later; on a CPU at once.
+
+    Attributes:
+        finding: what was found; None while all is well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.finding: Finding | None = None
+        self._waiting: deque[tuple[Update, Tensor, Any]] = deque()
+
+    def see(self, update: Update, losses: list[Tensor], grad_norm: Tensor | None) -> None:
+        """Look at an update's losses, one for each micro-batch, and its gradient norm, all ()."""
+        if self.device.type == "cpu":
+            self._judge(
+                update, [*(float(loss) for loss in losses), math.nan if grad_norm is None else float(grad_norm)], grad_norm is not None
+            )
+            return
+        numbers = torch.stack([*(loss.float() for loss in losses), *([] if grad_norm is None else [grad_norm.float()])])
+        copy = torch.empty(numbers.shape, dtype=torch.float32, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._waiting.append((update, copy, (arrived, grad_norm is not None)))
+        while self._waiting and self._waiting[0][2][0].query():
+            self._read()
+
+    def flush(self) -> None:
+        """Look at what has not arrived yet; waits for the device."""
+        while self._waiting:
+            self._waiting[0][2][0].synchronize()
+            self._read()
+
+    def _read(self) -> None:
+        update, copy, (_, has_norm) = self._waiting.popleft()
+        numbers = copy.tolist()
+        self._judge(update, numbers if has_norm else [*numbers, math.nan], has_norm)
+
+    def _judge(self, update: Update, numbers: list[float], has_norm: bool) -> None:
+        *losses, norm = numbers
+        total = sum(losses)
+        wrong = "the loss" if not math.isfinite(total) else "the gradient norm" if has_norm and not math.isfinite(norm) else None
+        if wrong is not None:
+            self.find(Finding(update, total / len(losses), norm if has_norm else None, f"{wrong} is not finite"))
+
+    def find(self, finding: Finding) -> None:
+        """Keep the first finding only: what follows it is its consequence."""
+        self.finding = self.finding or finding
+
+
+def first_bad_tensor(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a value that is not finite; None when all are. Waits for the device."""
+    names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+    if not names:
+        return None
+    # A sum is not finite when a value is not; it may overflow, which the second look tells.
+    sums = torch.stack([tensors[name].detach().double().sum() for name in names]).isfinite().tolist()
+    return next((name for name, fine in zip(names, sums, strict=True) if not fine and not bool(tensors[name].isfinite().all())), None)

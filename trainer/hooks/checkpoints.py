@@ -1,0 +1,53 @@
+"""When a checkpoint is written."""
+
+from trainer.agreement import settle
+from trainer.checkpoint import save
+from trainer.hooks.base import Hook, HookList
+from trainer.state import Run
+
+
+class Checkpoints(Hook):
+    """Writes one after `checkpointing_steps` updates or each epoch, when the run is interrupted, and when it ends; never the same twice.
+
+    Args:
+        others: the other hooks, whose states go into it. This one comes after them, so that they have seen what it saves.
+    """
+
+    def __init__(self, others: tuple[Hook, ...]) -> None:
+        self.others = HookList(others)
+        self.saved: tuple[int, ...] = ()
+        self.ended_inside = False
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.checkpoint is not None:
+            self.saved = self.position(run)
+
+    def on_step_end(self, run: Run) -> None:
+        every, step = run.config.checkpointing_steps, run.state.step
+        # An epoch that max_steps ends inside is evaluated and counted, but a resume with more steps goes on inside it.
+        self.ended_inside = step == run.config.max_steps and run.plan.rest(run.state.consumed).micro_batches > 0
+        if self.ended_inside or (isinstance(every, int) and step % every == 0):
+            self.save(run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        if run.config.checkpointing_steps == "epoch" and not self.ended_inside:
+            self.save(run)
+
+    def on_interrupt(self, run: Run) -> None:
+        self.save(run)
+
+    def on_fit_end(self, run: Run) -> None:
+        if not self.ended_inside:
+            self.save(run)
+
+    def save(self, run: Run) -> None:
+        """A collective, also where it does not write."""
+        settle(run)
+        if self.position(run) != self.saved:
+            save(run, self.others.state_dict() if run.is_main else {})
+            self.saved = self.position(run)
+
+    @staticmethod
+    def position(run: Run) -> tuple[int, ...]:
+        state = run.state
+        return state.epoch, state.step, state.consumed, state.skipped
