@@ -403,9 +403,10 @@ def restarted_group() -> dict[str, Any]:
         return {}
     import torch.distributed as dist
 
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False)  # type: ignore[attr-defined]
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": env_int("RANK", 0), "world_size": env_int("WORLD_SIZE", 1)}
+    prefixed = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": env_int("RANK", 0), "world_size": env_int("WORLD_SIZE", 1)}
 
 
 def refuse_device(device_type: str) -> None:
