@@ -1,5 +1,6 @@
 """Where all ranks decide together whether to go on."""
 
+import math
 from typing import NoReturn
 
 from trainer.files import write_json
@@ -56,7 +57,8 @@ def raise_not_finite(run: Run) -> NoReturn:
         RunError: always, the same on all ranks.
     """
     findings: list[Finding | None] = run.processes.all_gather(run.finite.finding)
-    first = min((finding for finding in findings if finding is not None), key=lambda finding: (finding.update.epoch, finding.update.start))
+    # A loss on one rank makes the gradient of all ranks what it is: the loss is what to tell.
+    first = min(filter(None, findings), key=lambda found: (found.update.epoch, found.update.start, math.isfinite(found.loss)))
     update, file = first.update, run.output_dir / "not_finite.json"
     with run.processes.together():
         if run.is_main:

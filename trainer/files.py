@@ -65,7 +65,7 @@ def write_manifest(folder: Path) -> None:
     files = {
         str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path != folder / MANIFEST
     }
     write_json(folder / MANIFEST, {"files": files})
 

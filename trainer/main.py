@@ -9,7 +9,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainer.config import Config, parse
-from trainer.runtime import EXIT_FAILURE, Processes, Stopped, run_command
+from trainer.runtime import Processes, Stopped, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +42,7 @@ def train(config: Config, processes: Processes) -> None:
     from trainer.hooks.seed_processes import SeedProcesses
     from trainer.hooks.set_epoch import SetEpoch
     from trainer.loop import fit
-    from trainer.output import create_output_dir, write_exit
+    from trainer.output import create_output_dir, report_end
     from trainer.state import build_run
 
     with processes.together():
@@ -51,27 +51,7 @@ def train(config: Config, processes: Processes) -> None:
     data = load_data(config, processes)
     run = build_run(config, processes, data, accelerator)
     run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
-
-    def leave(code: int, reason: str) -> None:
-        run.close()
-        if run.is_main:
-            write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
-
-    def blame(error: BaseException) -> tuple[str, bool] | None:
-        sentence = run.watch.explain(error)
-        if sentence is None:
-            run.watch.failed(f"{type(error).__name__}: {error}")
-            return None
-        return sentence, run.watch.speaks
-
-    def on_verdict(reason: str) -> None:
-        if run.watch.speaks:
-            write_exit(run.output_dir, EXIT_FAILURE, reason, run.checkpoint is not None, run.state.step)
-
-    run.watch.on_verdict = on_verdict
-    processes.at_exit.append(leave)
-    processes.at_failure.append(blame)
-    processes.at_last.append(run.watch.close)
+    report_end(run)
     hooks: tuple[Hook, ...] = (
         SetEpoch(),
         SeedProcesses(),

@@ -16,7 +16,8 @@ import yaml
 from trainer.checkpoint import CHECKPOINTS, MODEL, Checkpoint, has_checkpoint
 from trainer.config import Config
 from trainer.files import write_json
-from trainer.runtime import Processes, UserError, say
+from trainer.runtime import EXIT_FAILURE, Processes, UserError, say
+from trainer.state import Run
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
 
@@ -108,3 +109,36 @@ def write_exit(folder: Path, code: int, reason: str, resumable: bool, step: int)
         write_json(folder / "exit.json", {"code": code, "reason": reason, "resumable": resumable, "step": step})
     except OSError as error:
         say(f"exit.json cannot be written: {error}")
+
+
+def report_end(run: Run) -> None:
+    """Have exit.json written whatever ends the run, and another rank's failure named, by one rank."""
+    watch, processes = run.watch, run.processes
+    # The main process; another one when that was killed.
+    writes = run.is_main
+
+    def write(code: int, reason: str) -> None:
+        write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
+
+    def leave(code: int, reason: str) -> None:
+        run.close()
+        if writes:
+            write(code, reason)
+
+    def blame(error: BaseException) -> tuple[str, bool] | None:
+        nonlocal writes
+        sentence = watch.explain(error)
+        if sentence is None:
+            watch.failed(f"{type(error).__name__}: {error}")
+            return None
+        writes = watch.speaks
+        return sentence, writes
+
+    def on_verdict(reason: str) -> None:
+        if watch.speaks:
+            write(EXIT_FAILURE, reason)
+
+    watch.on_verdict = on_verdict
+    processes.at_exit.append(leave)
+    processes.at_failure.append(blame)
+    processes.at_last.append(watch.close)
