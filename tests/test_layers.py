@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 LAYERS = [
     {"stops"},
     {"runtime"},
-    {"files", "finite", "watch"},
+    {"files", "finite", "watch", "writer"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
     {"optim"},

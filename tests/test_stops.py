@@ -86,6 +86,7 @@ def stopped_launch(
             for process in workers_of(child) if child.poll() is None else ():
                 process.kill()
             child.kill()
+    assert (folder / "exit.json").exists(), (out, errors)
     return child.returncode, json.loads((folder / "exit.json").read_text()), out, errors
 
 

@@ -7,7 +7,7 @@ from trainer.files import write_json
 from trainer.finite import Finding
 from trainer.runtime import RunError
 from trainer.state import Run
-from trainer.stops import EARLY_STOPPING, NOT_FINITE
+from trainer.stops import EARLY_STOPPING, NOT_FINITE, NOT_WRITTEN
 
 
 def interrupted(run: Run) -> bool:
@@ -44,6 +44,8 @@ def note_finding(run: Run) -> None:
 def _take(run: Run, reason: str | None) -> None:
     if reason == NOT_FINITE:
         raise_not_finite(run)
+    if reason == NOT_WRITTEN:
+        await_checkpoint(run)
     if reason == EARLY_STOPPING:
         run.state.stop = True
     elif reason is not None:
@@ -56,6 +58,7 @@ def raise_not_finite(run: Run) -> NoReturn:
     Raises:
         RunError: always, the same on all ranks.
     """
+    await_checkpoint(run)
     findings: list[Finding | None] = run.processes.all_gather(run.finite.finding)
     # A loss on one rank makes the gradient of all ranks what it is: the loss is what to tell.
     first = min(filter(None, findings), key=lambda found: (found.update.epoch, found.update.start, math.isfinite(found.loss)))
@@ -83,6 +86,19 @@ def raise_not_finite(run: Run) -> NoReturn:
         f"{newest_checkpoint(run)}; lower --lr or set --max_grad_norm",
         agreed=True,
     )
+
+
+def await_checkpoint(run: Run) -> None:
+    """Return when the checkpoint that is being written, if any, is whole. A collective.
+
+    Raises:
+        RunError: it could not be written; earlier ones stay as they were.
+    """
+    run.at("checkpoint")
+    with run.processes.together():
+        if run.is_main:
+            run.writer.wait()
+    run.checkpoint, run.pending = run.pending or run.checkpoint, None
 
 
 def newest_checkpoint(run: Run) -> str:

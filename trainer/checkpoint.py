@@ -16,6 +16,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.agreement import newest_checkpoint
+from trainer.agreement import await_checkpoint, newest_checkpoint
 from trainer.config import Config
 from trainer.export import contiguous, write_tensors
 from trainer.files import MANIFEST, beside, link_or_copy, problem, recover_folder, replace_folder, write_json, write_manifest
@@ -70,15 +72,17 @@ class Checkpoint:
 
 
 def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
-    """Write output_dir/checkpoints/step_N, then remove the oldest beyond --save_total_limit. A collective: all ranks wait for the end.
+    """Begin to write output_dir/checkpoints/step_N, after which the oldest beyond --save_total_limit go. A collective.
+
+    The state is copied here; the main process writes it while the training goes on. `await_checkpoint` waits for the end.
 
     Args:
         hooks: the hooks' states, by class name.
 
     Raises:
-        RunError: a weight or a buffer is not finite, or the disk is full; earlier checkpoints stay as they were.
+        RunError: a weight or a buffer is not finite, or the checkpoint before could not be written.
     """
-    run.at("checkpoint")
+    await_checkpoint(run)
     window = {"window_loss": run.window.loss.detach().cpu(), "window_samples": torch.tensor(run.window.samples)}
     if run.window.grad_norm is not None:
         window["window_grad_norm"] = run.window.grad_norm.detach().cpu()
@@ -92,49 +96,65 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
                     f"{bad} holds values that are not finite at update {run.state.step}: no checkpoint is written, "
                     f"{newest_checkpoint(run)}; lower --lr or set --max_grad_norm"
                 )
-            try:
-                _write(run, folder, ranks, hooks)
-            except OSError as error:
-                shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
-                why = "no space left on its disk" if disk_full(error) else str(error)
-                raise RunError(
-                    f"the checkpoint {folder} cannot be written ({why}): {newest_checkpoint(run)}; mend it and go on with --resume auto"
-                ) from None
-    run.checkpoint = folder
+            files = {"model": contiguous(run.module), "optimizer": optimizer_tensors(run)}
+            files |= {f"rank_{rank}": tensors for rank, tensors in enumerate(ranks)}
+            state, intact = describe_state(run, hooks), newest_checkpoint(run)
+            with _named(folder, intact):
+                temporary = beside(folder)
+                link_best(run.output_dir / MODEL, temporary)
+            limit = run.config.save_total_limit
+            run.writer.start(lambda: _write(folder, temporary, files, state, limit, intact))
+    run.pending = folder
 
 
-def _write(run: Run, folder: Path, ranks: list[dict[str, Tensor]], hooks: dict[str, dict[str, Any]]) -> None:
-    temporary = beside(folder)
-    write_tensors(temporary / "model.safetensors", contiguous(run.module))
-    write_tensors(temporary / "optimizer.safetensors", optimizer_tensors(run))
-    for rank, tensors in enumerate(ranks):
-        write_tensors(temporary / f"rank_{rank}.safetensors", tensors)
+@contextmanager
+def _named(folder: Path, intact: str) -> Iterator[None]:
+    """Turn an operating system's error into a sentence about the checkpoint, and leave nothing half-written."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
+        why = f"no space left on the disk of {folder.parent}" if disk_full(error) else str(error)
+        raise RunError(f"the checkpoint {folder} cannot be written ({why}): {intact}; mend it and go on with --resume auto") from None
+
+
+def _write(
+    folder: Path, temporary: Path, files: dict[str, dict[str, Tensor]], state: dict[str, Any], limit: int | None, intact: str
+) -> None:
+    with _named(folder, intact):
+        for name, tensors in files.items():
+            write_tensors(temporary / f"{name}.safetensors", tensors)
+        write_json(temporary / "state.json", state)
+        write_manifest(temporary)
+        replace_folder(temporary, folder)
+        prune(folder.parent, limit)
+
+
+def link_best(model: Path, temporary: Path) -> None:
+    """Keep output_dir/model, which a better epoch will replace, in the checkpoint."""
+    if model.is_dir():
+        (temporary / "best").mkdir()
+        for file in model.iterdir():
+            link_or_copy(file, temporary / "best" / file.name)
+
+
+def describe_state(run: Run, hooks: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """state.json."""
     scaler, train = run.accelerator.scaler, asdict(run.state)
     del train["stop"], train["interrupted"]
-    write_json(
-        temporary / "state.json",
-        {
-            "version": VERSION,
-            "train": train,
-            "scaler": scaler.state_dict() if scaler is not None else None,
-            "hooks": hooks,
-            "config": asdict(run.config),
-            "processes": run.processes.count,
-            "precision": run.accelerator.mixed_precision,
-            "plan": asdict(run.plan) | {"global_batch_size": run.plan.global_batch_size, "updates": run.plan.updates},
-            "total_steps": run.total_steps,
-            "lr": run.optimizer.param_groups[0]["lr"],
-            "data": fingerprint(run),
-        },
-    )
-    best = run.output_dir / MODEL
-    if best.is_dir():
-        (temporary / "best").mkdir()
-        for file in best.iterdir():
-            link_or_copy(file, temporary / "best" / file.name)
-    write_manifest(temporary)
-    replace_folder(temporary, folder)
-    prune(folder.parent, run.config.save_total_limit)
+    return {
+        "version": VERSION,
+        "train": train,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "hooks": hooks,
+        "config": asdict(run.config),
+        "processes": run.processes.count,
+        "precision": run.accelerator.mixed_precision,
+        "plan": asdict(run.plan) | {"global_batch_size": run.plan.global_batch_size, "updates": run.plan.updates},
+        "total_steps": run.total_steps,
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "data": fingerprint(run),
+    }
 
 
 def optimizer_tensors(run: Run) -> dict[str, Tensor]:

@@ -40,7 +40,8 @@ def save_model(folder: Path, module: nn.Module, config: dict[str, Any], scaler: 
     write_json(temporary / "config.json", config)
     if scaler is not None:
         write_json(temporary / "scaler.json", scaler)
-    replace_folder(temporary, folder)
+    # The checkpoint that follows shares these files, and flushes them.
+    replace_folder(temporary, folder, to_disk=False)
 
 
 def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:

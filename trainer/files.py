@@ -25,20 +25,20 @@ def beside(folder: Path) -> Path:
     return temporary
 
 
-def replace_folder(temporary: Path, folder: Path) -> None:
-    """Flush `temporary` to the disk and rename it to `folder`, whose earlier content goes.
+def replace_folder(temporary: Path, folder: Path, to_disk: bool = True) -> None:
+    """Flush `temporary` to the disk, if it has to survive a power failure, and rename it to `folder`, whose earlier content goes.
 
     A folder cannot be renamed over a full one: killed between the two renames, the earlier one is `.NAME.old`, see `recover_folder`.
     """
-    for path in sorted(temporary.rglob("*")):
+    for path in (*sorted(temporary.rglob("*")), temporary) if to_disk else ():
         flush(path)
-    flush(temporary)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.replace(folder, old)
     os.replace(temporary, folder)
-    flush(folder.parent)
+    if to_disk:
+        flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

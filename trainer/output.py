@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -114,25 +115,28 @@ def write_exit(folder: Path, code: int, reason: str, resumable: bool, step: int)
 def report_end(run: Run) -> None:
     """Have exit.json written whatever ends the run, and another rank's failure named, by one rank."""
     watch, processes = run.watch, run.processes
-    # The main process; another one when that was killed.
-    writes = run.is_main
 
     def write(code: int, reason: str) -> None:
-        write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
+        # The main process may have written it before it was gone.
+        if run.is_main or not (run.output_dir / "exit.json").exists():
+            write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
 
     def leave(code: int, reason: str) -> None:
         run.close()
-        if writes:
+        with suppress(Exception):
+            # After an error, what was begun is still finished; a failure of its own comes second.
+            run.writer.wait()
+            run.checkpoint = run.pending or run.checkpoint
+        # The main process; another one when that was killed.
+        if run.is_main or (code and watch.speaks):
             write(code, reason)
 
     def blame(error: BaseException) -> tuple[str, bool] | None:
-        nonlocal writes
         sentence = watch.explain(error)
         if sentence is None:
             watch.failed(f"{type(error).__name__}: {error}")
             return None
-        writes = watch.speaks
-        return sentence, writes
+        return sentence, watch.speaks
 
     def on_verdict(reason: str) -> None:
         if watch.speaks:

@@ -293,6 +293,8 @@ def end_at_once(processes: Processes | None) -> None:
     for leave in processes.at_exit if processes is not None else ():
         with suppress(Exception):
             leave(EXIT_FAILURE, "stopped at once, without a checkpoint")
+    if processes is not None:
+        blame(KeyboardInterrupt("stopped at once"), processes)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()

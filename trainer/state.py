@@ -16,7 +16,9 @@ from trainer.models.build import batchnorm_layers, build_model, synchronise_batc
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
 from trainer.seeding import derive_seed
+from trainer.stops import NOT_WRITTEN
 from trainer.watch import Watch
+from trainer.writer import Writer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,7 +96,7 @@ class Run:
         finite: sees whether losses and gradients are finite.
         watch: knows where each rank is.
         output_dir: the run's folder, made by the main process.
-        checkpoint: the newest whole one, written or resumed from.
+        checkpoint: the newest whole one, written or resumed from; `pending`: the one that `writer` is writing.
         resume_notes: what the user should know of a resume.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
@@ -118,8 +120,10 @@ class Run:
     window: Window
     finite: Finite
     watch: Watch
+    writer: Writer
     output_dir: Path = Path()
     checkpoint: Path | None = None
+    pending: Path | None = None
     resume_notes: list[str] = field(default_factory=list)
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
@@ -134,7 +138,7 @@ class Run:
 
     def at(self, phase: str) -> None:
         """Tell the watch where this rank is; see `watch.PHASES`."""
-        self.watch.at(phase, self.state.epoch, self.state.step)
+        self.watch.at(phase, self.state.epoch + 1, self.state.step)
 
     def close(self) -> None:
         """End the data workers. In a cycle that the garbage collector breaks up they would be waited for in vain, 5 seconds each."""
@@ -201,4 +205,5 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         window=Window(torch.zeros((), dtype=torch.float64, device=accelerator.device)),
         finite=Finite(accelerator.device),
         watch=Watch(processes, config.hang_timeout),
+        writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
     )

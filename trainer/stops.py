@@ -17,9 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-LAUNCHER_DIED, MAX_TIME, NOT_FINITE, EARLY_STOPPING = "the launcher ended", "--max_time", "not finite", "--early_stopping_patience"
+NOT_FINITE, NOT_WRITTEN = "not finite", "checkpoint not written"
+LAUNCHER_DIED, MAX_TIME, EARLY_STOPPING = "the launcher ended", "--max_time", "--early_stopping_patience"
 # What a rank can ask for, the most urgent first.
-REASONS = (NOT_FINITE, "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", LAUNCHER_DIED, MAX_TIME, EARLY_STOPPING)
+REASONS = (NOT_FINITE, NOT_WRITTEN, "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", LAUNCHER_DIED, MAX_TIME, EARLY_STOPPING)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The kernel sends it when the launcher dies; nothing else uses it, so that it is never taken for a user's signal.
 DEATH_SIGNAL = signal.SIGRTMIN + 7

@@ -1,6 +1,6 @@
 """When a checkpoint is written."""
 
-from trainer.agreement import settle
+from trainer.agreement import await_checkpoint, settle
 from trainer.checkpoint import save
 from trainer.hooks.base import Hook, HookList
 from trainer.state import Run
@@ -35,10 +35,12 @@ class Checkpoints(Hook):
 
     def on_interrupt(self, run: Run) -> None:
         self.save(run)
+        await_checkpoint(run)
 
     def on_fit_end(self, run: Run) -> None:
         if not self.ended_inside:
             self.save(run)
+        await_checkpoint(run)
 
     def save(self, run: Run) -> None:
         """A collective, also where it does not write."""
