@@ -72,6 +72,8 @@ class Subject:
         folder: where checkpoints go; temporary folders of the checks are made inside.
         checkpoints: how many checkpoints will lie there at once.
         absent: why something is None.
+        out_of_step: the check that left the ranks with different numbers of collectives behind them.
+        failure: what failed on this rank, until the others know.
     """
 
     processes: Processes
@@ -97,6 +99,7 @@ class Subject:
     checkpoints: int = 1
     absent: str = "not given"
     out_of_step: str | None = field(default=None, init=False)
+    failure: str | None = field(default=None, init=False)
 
     @property
     def rank(self) -> int:
@@ -123,7 +126,9 @@ class Subject:
             outcome = (work(), None)
         except Exception as error:
             outcome = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self.failure = outcome[1]
         outcomes = self.processes.all_gather(outcome)
+        self.failure = None
         failures = {rank: message for rank, (_, message) in enumerate(outcomes) if message is not None}
         if failures:
             first = min(failures)

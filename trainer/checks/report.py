@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ def row(name: str, status: str, measured: str) -> str:
     width = shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
     indent = NAME_WIDTH + STATUS_WIDTH
     head = f"{name:{NAME_WIDTH}}{status:{STATUS_WIDTH}}"
-    lines = textwrap.wrap(measured, max(20, width - indent), break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(measured, max(20, width - indent), break_on_hyphens=False, break_long_words=False) or [""]
     return "\n".join([head + lines[0], *(" " * indent + line for line in lines[1:])])
 
 
@@ -62,7 +62,7 @@ def run_checks(subject: Subject, checks: Sequence[Check], report: Report, patien
     loaders = tuple(loader for loader in (subject.train_loader, subject.eval_loader) if loader is not None)
     before = Snapshot(subject.model, subject.optimizer, subject.scaler, subject.accelerator, loaders)
     for check in checks:
-        with watched(check.name, patience, subject.rank):
+        with watched(check.name, patience, subject.rank, lambda: subject.failure):
             result = examine(check, subject, before)
         add(report, check.name, result, subject.rank)
 
@@ -74,13 +74,18 @@ def add(report: Report, name: str, result: Result, rank: int) -> None:
 
 
 @contextmanager
-def watched(name: str, patience: float, rank: int) -> Iterator[None]:
-    """End this process, with the row of a hang, when the block takes longer than `patience` seconds."""
+def watched(name: str, patience: float, rank: int, failure: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """End this process, with the row of a hang, when the block takes longer than `patience` seconds.
+
+    Args:
+        failure: what failed on this rank, while the others may wait for it in a collective, where no exception reaches them.
+    """
     thread = threading.get_ident()
 
     def give_up() -> None:
-        frame = sys._current_frames().get(thread)
-        print(f"doctor: rank {rank} {standing(frame)}", file=sys.stderr, flush=True)
+        failed = failure()
+        place = f"failed ({failed})" if failed is not None else standing(sys._current_frames().get(thread))
+        print(f"doctor: rank {rank} {place}", file=sys.stderr, flush=True)
         if rank == 0:
             # A launcher ends the whole group as soon as one process leaves: let the others speak first.
             time.sleep(2)
