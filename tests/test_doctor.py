@@ -75,7 +75,7 @@ def test_a_failure_is_the_exit_code_and_fp16_is_seen_to_go_through_its_scaler(tm
     assert done.code == 1
     assert statuses(done, "FAIL") == {"SyncBN"}
     assert rows(done)["precision"] == ("PASS", "fp16: autocast float16, GradScaler on, used by an update")
-    assert done.lines[-1].startswith("doctor: 14 passed, 1 failed, 0 skipped")
+    assert done.lines[-1].startswith("doctor: 15 passed, 1 failed, 0 skipped")
     assert not done.frames()
 
 

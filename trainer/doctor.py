@@ -63,7 +63,7 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
 
     from trainer.accelerator import build_accelerator
     from trainer.checks import BEFORE_BUILDING, CHECKS
-    from trainer.checks.base import Subject
+    from trainer.checks.base import Subject, messengers
     from trainer.checks.own import images_of, shorten_test, subject_of
     from trainer.checks.report import run_checks
     from trainer.checks.script import forward
@@ -74,27 +74,28 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
     with processes.together():
         accelerator = build_accelerator(config, processes)
     source = processes.local_main_first(lambda: load_source(config.dataset))
-    folder = Path(config.output_dir or "runs")
-    images = images_of(source, config)
-    subject = Subject(
-        processes=processes,
-        device=accelerator.device,
-        accelerator=accelerator,
-        forward=forward,
-        images=images,
-        folder=folder,
-        absent="not built, since there are images that cannot be used",
-    )
-    run_checks(subject, BEFORE_BUILDING, report)
-    checks = CHECKS[len(BEFORE_BUILDING) :]
-    if "readable data" in report.failed:
-        run_checks(subject, checks, report)
-        return None
-    # Decoding and measuring all images would take the most time, and no check depends on it.
-    config = replace(config, cache="none", normalize="none")
-    data, config = shorten_test(load_data(config, processes), config, processes)
-    run = build_run(config, processes, data, accelerator)
-    run_checks(subject_of(run, images, folder), checks, report)
+    images, folder = images_of(source, config), Path(config.output_dir or "runs")
+    with messengers() as own:
+        subject = Subject(
+            processes=own,
+            device=accelerator.device,
+            accelerator=accelerator,
+            forward=forward,
+            images=images,
+            folder=folder,
+            absent="not built, since there are images that cannot be used",
+        )
+        run_checks(subject, BEFORE_BUILDING, report)
+        checks = CHECKS[len(BEFORE_BUILDING) :]
+        if "readable data" in report.failed:
+            run_checks(subject, checks, report)
+            return None
+        # Decoding and measuring all images would take the most time, and no check depends on it.
+        config = replace(config, cache="none", normalize="none")
+        data, config = shorten_test(load_data(config, processes), config, processes)
+        run = build_run(config, processes, data, accelerator)
+        run_checks(subject_of(run, own, images, folder), checks, report)
+    run.close()
     return weakref.ref(run.model)
 
 
@@ -113,6 +114,7 @@ def inspect(
     train_step: Callable[[Any], Any] | None = None,
     evaluate: Callable[[], Sequence[float] | None] | None = None,
     save: Callable[[Path], Any] | None = None,
+    load: Callable[[Path], Any] | None = None,
     folder: str | Path = ".",
     patience: float = 60.0,
 ) -> "Report":
@@ -132,17 +134,18 @@ def inspect(
         train_step: one update on one batch.
         evaluate: the script's evaluation; returns (images classified right, images counted) or also the mean loss.
         save: writes a checkpoint into the folder it is given.
+        load: loads the checkpoint of a folder into model, optimizer and scaler; the check of a resume needs train_step and save too.
         folder: where checkpoints will go; temporary folders are made inside, and removed.
         patience: seconds after which a check that does not end is taken for a hang: it ends the processes with code 1.
     """
     from torch.nn.functional import cross_entropy
 
     from trainer.checks import CHECKS, script
-    from trainer.checks.base import Subject
+    from trainer.checks.base import Subject, messengers
     from trainer.checks.report import Report, run_checks
 
     report = Report()
-    with script.script_processes() as processes:
+    with messengers() as processes:
         subject = Subject(
             processes=processes,
             device=script.device_of(model, accelerator),
@@ -159,6 +162,9 @@ def inspect(
             train_step=train_step,
             evaluate=evaluate,
             save=save,
+            resumed=script.resuming(model, optimizer, train_loader, train_step, save, load)
+            if model is not None and optimizer is not None and train_loader is not None and train_step and save and load
+            else None,
             images=script.images_of(train=train_loader, test=eval_loader),
             folder=Path(folder),
         )

@@ -11,6 +11,7 @@ from tests.checks.tutorial import examined
 from tests.helpers import make_run, write_ids
 from tests.ranks import Ranks
 from trainer.checks import CHECKS
+from trainer.checks.base import messengers
 from trainer.checks.own import subject_of
 from trainer.checks.report import Report, run_checks
 from trainer.hooks.seed_processes import SeedProcesses
@@ -22,7 +23,8 @@ from trainer.state import Run
 FP16 = {"fp16": True}
 ACCELERATE = {"accelerate": True}
 
-# What is forgotten, the script's options, the checks that must fail and no others, a part of what they say.
+# What is forgotten, the script's options, the checks that must fail and no others, a part of what they say. A checkpoint holds rank 0's
+# weights: where the ranks' differ, `resume` finds that too.
 SABOTAGES: list[tuple[str, dict[str, Any], set[str], str]] = [
     ("set_epoch", {}, {"order"}, "set_epoch"),
     ("no shuffle", {}, {"order"}, "shuffle"),
@@ -37,10 +39,10 @@ SABOTAGES: list[tuple[str, dict[str, Any], set[str], str]] = [
     ("same seed on all ranks", {"dropout": True}, {"augmentation"}, "inside the model"),
     ("same seed in all workers", {"augment": "numpy", "workers": 2}, {"augmentation"}, "numpy draws the same numbers"),
     ("BatchNorm unconverted", {}, {"SyncBN"}, "1 of 1 BatchNorm layer not converted"),
-    ("model not wrapped", {}, {"DDP wrapping", "gradients"}, "not wrapped"),
-    ("forward through the plain model", {}, {"gradients"}, "gradients differ between the ranks"),
+    ("model not wrapped", {}, {"DDP wrapping", "gradients", "resume"}, "not wrapped"),
+    ("forward through the plain model", {}, {"gradients", "resume"}, "gradients differ between the ranks"),
     ("optimizer of another model", {}, {"DDP wrapping"}, "6 tensors that the model does not train"),
-    ("one rank's weights changed", {}, {"equal weights"}, "0.weight of rank 1"),
+    ("one rank's weights changed", {}, {"equal weights", "resume"}, "0.weight of rank 1"),
     ("evaluation on rank 0 only", {}, {"evaluation"}, "rank 1 evaluated no image"),
     ("metrics of each rank", {}, {"evaluation"}, "rank 0 counts"),
     ("metrics reduced per rank", {}, {"evaluation"}, "not averages of ranks"),
@@ -52,10 +54,12 @@ SABOTAGES: list[tuple[str, dict[str, Any], set[str], str]] = [
     ("scaled, but stepped without the scaler", FP16, {"precision"}, "does not call scaler.step"),
     ("fp16 without scaler", FP16, {"precision"}, "fp16 without a GradScaler"),
     ("no autocast", FP16, {"precision"}, "fp16 was asked for, but the model runs with no autocast"),
+    ("optimizer not saved", {}, {"resume"}, "differ from the training that went on"),
+    ("weights not loaded", {}, {"resume"}, "weights/"),
     ("the wrong rank saves", {}, {"one writer"}, "rank 1 writes, and not the main process"),
-    ("an error on one rank", {}, {"one writer"}, "rank 1: OSError: no space left"),
+    ("an error on one rank", {}, {"one writer", "resume"}, "rank 1: OSError: no space left"),
     ("room on the disk", {}, {"free disk"}, "keep fewer of them"),
-    ("broken images", {}, {"readable data"}, "picture_3.png is truncated; train: image 64: picture_64.png is truncated"),
+    ("broken images", {}, {"readable data"}, "picture_4.png is truncated; train: image 64: picture_64.png is truncated"),
 ]
 
 
@@ -92,8 +96,13 @@ def own_run(processes: Processes, folder: Path, out: Path, forgotten: str) -> Re
         "GatherMetrics": (run.accelerator, "gather_for_metrics", run.accelerator.gather),
         "SaveOnMain": (Run, "is_main", True),
     }
-    with patch.object(*spoils[forgotten]) if forgotten in spoils else nullcontext():
-        run_checks(subject_of(run, (), out), CHECKS, report)
+    with messengers() as own, patch.object(*spoils[forgotten]) if forgotten in spoils else nullcontext():
+        subject = subject_of(run, own, (), out)
+        if forgotten == "SaveOnMain":
+            # What becomes of two writers in one folder is a matter of chance.
+            subject.resumed = None
+        run_checks(subject, CHECKS, report)
+    run.close()
     return report
 
 
@@ -101,11 +110,11 @@ def own_run(processes: Processes, folder: Path, out: Path, forgotten: str) -> Re
     ("forgotten", "failing", "words"),
     [
         ("sync_bn", {"SyncBN"}, "2 of 2 BatchNorm layers not converted"),
-        # The keys of the samples carry the epoch, so that augmentation stands still with the order.
-        ("SetEpoch", {"order", "augmentation"}, "epoch 1 has the order of epoch 0"),
+        # The keys of the samples carry the epoch, so that augmentation stands still with the order; a resume is a position in it.
+        ("SetEpoch", {"order", "augmentation", "resume"}, "epoch 1 has the order of epoch 0"),
         ("SeedProcesses", {"augmentation"}, "inside the model"),
         ("GatherMetrics", {"evaluation"}, "AssertionError: (18, 17)"),
-        ("SaveOnMain", {"one writer"}, "ranks 0 and 1 both write model/config.json"),
+        ("SaveOnMain", {"one writer"}, "ranks 0 and 1 both write checkpoints/step_00000000/"),
     ],
 )
 def test_the_trainers_own_hooks_are_what_is_examined(

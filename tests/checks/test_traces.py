@@ -13,11 +13,11 @@ from tests.checks.tutorial import AccelerateScript, Script
 from tests.helpers import make_run, write_ids
 from tests.ranks import Ranks, alone
 from trainer.checks import CHECKS
-from trainer.checks.base import Subject
+from trainer.checks.base import Subject, messengers
 from trainer.checks.own import subject_of
 from trainer.checks.preserve import copy_state
 from trainer.checks.report import Report, run_checks
-from trainer.checks.script import images_of, script_processes
+from trainer.checks.script import images_of, resuming
 from trainer.doctor import inspect
 from trainer.runtime import Processes
 
@@ -91,9 +91,12 @@ def after_each_check(processes: Processes, folder: Path) -> dict[str, set[str]]:
     torch.nn.functional.cross_entropy(*script.forward(script.model, next(iter(script.train_loader)))).backward()
     script.model.eval()
     changed = {}
-    with script_processes() as own:
+    with messengers() as own:
         images = images_of(train=script.train_loader, test=script.eval_loader)
-        subject = Subject(processes=own, device=torch.device("cpu"), images=images, **script.arguments)
+        given = dict(script.arguments)
+        load = given.pop("load")
+        resumed = resuming(script.model, script.optimizer, script.train_loader, script.train_step, script.save, load)
+        subject = Subject(processes=own, device=torch.device("cpu"), images=images, resumed=resumed, **given)
         for check in CHECKS:
             before = state(script)
             report = Report()
@@ -114,7 +117,9 @@ def own_run(processes: Processes, folder: Path, out: Path) -> tuple[Report, bool
     before = [tensor.clone() for tensor in run.module.state_dict().values()]
     generator = torch.get_rng_state()
     report = Report()
-    run_checks(subject_of(run, (), out), CHECKS, report)
+    with messengers() as own:
+        run_checks(subject_of(run, own, (), out), CHECKS, report)
+    run.close()
     same = all(map(torch.equal, before, run.module.state_dict().values())) and torch.equal(generator, torch.get_rng_state())
     return report, same and not run.optimizer.state and run.state.step == 0
 

@@ -85,7 +85,7 @@ class Script:
         numpy.random.seed(0 if forgotten == "same seed on all ranks" else rank)
         random.seed(0 if forgotten == "same seed on all ranks" else rank)
 
-        train = Pictures(TRAIN, options.get("augment", ""), (3, 64) if forgotten == "broken images" else ())
+        train = Pictures(TRAIN, options.get("augment", ""), (4, 64) if forgotten == "broken images" else ())
         test = Pictures(TEST)
         workers = options.get("workers", 0)
         self.sampler: Any = DistributedSampler(train, count, rank, shuffle=forgotten != "no shuffle")
@@ -123,6 +123,7 @@ class Script:
             "train_step": self.train_step,
             "evaluate": self.evaluate,
             "save": self.save,
+            "load": self.load,
             "folder": folder,
         }
 
@@ -172,7 +173,15 @@ class Script:
         if self.forgotten == "an error on one rank" and self.rank == 1:
             raise OSError("no space left")
         if self.rank == (self.forgotten == "the wrong rank saves") or self.forgotten == "saving on all ranks":
-            torch.save(self.module.state_dict(), folder / "model.pt")
+            optimizer = self.optimizer.state_dict() if self.forgotten != "optimizer not saved" else None
+            torch.save({"module": self.module.state_dict(), "optimizer": optimizer}, folder / "model.pt")
+
+    def load(self, folder: Path) -> None:
+        content = torch.load(folder / "model.pt")
+        if self.forgotten != "weights not loaded":
+            self.module.load_state_dict(content["module"])
+        if content["optimizer"] is not None:
+            self.optimizer.load_state_dict(content["optimizer"])
 
 
 class AccelerateScript(Script):
@@ -224,6 +233,9 @@ class AccelerateScript(Script):
 
     def save(self, folder: Path) -> None:
         self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.accelerator.load_state(str(folder))
 
 
 def examined(processes: Processes, folder: Path, forgotten: str, options: dict[str, Any], environment: dict[str, str]) -> Report:

@@ -11,6 +11,7 @@ from trainer.checks import (
     precision,
     process_group,
     readable,
+    resume,
     shards,
     sync_bn,
     weights,
@@ -34,6 +35,7 @@ CHECKS = (
     Check("augmentation", augmentation.check, needs=("train_loader",)),
     Check("evaluation", evaluation.check, needs=("model", "eval_loader", "evaluate")),
     Check("one writer", writing.check, needs=("save",)),
+    Check("resume", resume.check, needs=("resumed",)),
     Check("collectives", collectives.check),
     Check("free disk", disk.check, needs=("model",)),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checks.preserve import Snapshot
-from trainer.runtime import Processes
+from trainer.runtime import CONTROL_TIMEOUT, Processes
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class Subject:
     """A training to inspect; whatever is None is skipped.
 
     Attributes:
-        processes: all ranks, with a gloo group of their own for the checks' messages.
+        processes: all ranks, with a gloo group that nothing but the checks' messages goes through, see `messengers`.
         device: where this rank computes.
         model: as the training calls it: prepared, wrapped.
         scaler: the GradScaler; None without one.
@@ -65,13 +66,15 @@ class Subject:
         evaluate: the training's evaluation; returns (images classified right, images counted) or also the mean loss, None on ranks that
             do not know. Every rank calls it.
         save: writes a checkpoint into the folder it is given. Every rank calls it.
-        resumed: trains, saves into a folder, trains on; then rebuilds everything, loads, trains on. Returns both final states.
+        resumed: trains, saves into the folder, which all ranks share, trains on; then builds anew, loads, trains on. Yields the state of
+            both, by name, and None after each step before them that can fail on one rank alone.
         index_of: what the train loader's sampler yields -> the sample's index.
         seeded_by_sample: for a data set that seeds its augmentation by sample: a copy of it with this transform.
         images: the splits that `readable data` opens.
         folder: where checkpoints go; temporary folders of the checks are made inside.
         checkpoints: how many checkpoints will lie there at once.
         absent: why something is None.
+        eval_note: which images of the test split these are, where they are not all.
         out_of_step: the check that left the ranks with different numbers of collectives behind them.
         failure: what failed on this rank, until the others know.
     """
@@ -91,13 +94,14 @@ class Subject:
     train_step: Callable[[Any], Any] | None = None
     evaluate: Callable[[], Sequence[float] | None] | None = None
     save: Callable[[Path], Any] | None = None
-    resumed: Callable[[Path], tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None
+    resumed: Callable[[Path], Iterator[dict[str, Tensor] | None]] | None = None
     index_of: Callable[[Any], int] = int
     seeded_by_sample: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
     images: tuple[Images, ...] | None = None
     folder: Path
     checkpoints: int = 1
     absent: str = "not given"
+    eval_note: str = ""
     out_of_step: str | None = field(default=None, init=False)
     failure: str | None = field(default=None, init=False)
 
@@ -117,6 +121,8 @@ class Subject:
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """`work()` of each rank, in rank order, on every rank. A collective; whatever a rank alone knows or can fail at happens inside.
+
+        What can fail on one rank alone, such as reading images, is not in one `work` with collectives, in which the others would hang.
 
         Raises:
             RankError: `work` failed on some rank; on every rank, with the first one's message.
@@ -164,6 +170,19 @@ def name_ranks(ranks: Sequence[int], count: int) -> str:
 
 def quantity(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+@contextmanager
+def messengers() -> Iterator[Processes]:
+    """All ranks of the group that has been joined, by whomever, with a gloo group of their own inside the block. A collective."""
+    joined = dist.is_initialized()
+    state: Any = SimpleNamespace(process_index=dist.get_rank() if joined else 0, num_processes=dist.get_world_size() if joined else 1)
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if joined else None
+    try:
+        yield Processes(state, control)
+    finally:
+        if control is not None:
+            dist.destroy_process_group(control)
 
 
 @contextmanager

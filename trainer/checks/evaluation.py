@@ -64,7 +64,7 @@ def check(subject: Subject) -> Result:
         return Result("FAIL", f"{rate}: count each sample once, without what fills up the last batch (gather_for_metrics cuts it off)")
     if abs(correct - alone.correct) > alone.doubtful:
         return Result("FAIL", f"{rate}: gather values for each sample, not averages of ranks, and evaluate the same weights everywhere")
-    text = f"{int(samples):,} of {alone.samples:,} images counted, {int(correct):,} right"
+    text = f"{int(samples):,} of {alone.samples:,} images{subject.eval_note} counted, {int(correct):,} right"
     if len(said[0]) > 2:
         distance = abs(said[0][2] - alone.loss) / max(abs(alone.loss), 1e-9)
         if not distance < TOLERANCE[_autocast(subject)]:

@@ -39,10 +39,8 @@ def check(subject: Subject) -> Result:
     if not max(wrong) < TOLERANCE:
         ranks = [rank for rank, difference in enumerate(wrong) if not difference < TOLERANCE]
         return Result("FAIL", f"on {name_ranks(ranks, subject.count)} gradients are {max(wrong):.1g} away from the mean over the ranks")
-    return Result(
-        "PASS",
-        f"{quantity(len(averaged), 'tensor')} equal on {subject.count} ranks, and the mean of their own gradients within {max(wrong):.1g}",
-    )
+    mean = "exactly" if max(wrong) == 0 else f"within {max(wrong):.1g}"
+    return Result("PASS", f"{quantity(len(averaged), 'tensor')} equal on {subject.count} ranks, and {mean} the mean of their own gradients")
 
 
 def _backward(subject: Subject, model: nn.Module, batch: Any, into: list[Tensor]) -> list[str]:

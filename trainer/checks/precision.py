@@ -16,7 +16,9 @@ SCALER_CALLS = ("scale", "step", "update")
 
 def check(subject: Subject) -> Result:
     """A forward pass tells the dtype; `train_step`, where it is known, whether the scaler is used."""
-    seen = subject.each(lambda: _observe(subject))
+    batches: list[Any] = []
+    subject.each(lambda: batches.extend(first_batches(subject.train_loader, 1)))
+    seen = subject.each(lambda: _observe(subject, batches[0]))
     dtypes = {dtype for dtype, _, _ in seen}
     if len(dtypes) > 1 or len({scaled for _, scaled, _ in seen}) > 1:
         return Result("FAIL", f"ranks differ: autocast {', '.join(str(dtype) for dtype, _, _ in seen)}; launch all with the same precision")
@@ -42,10 +44,9 @@ def check(subject: Subject) -> Result:
     return Result("PASS", text)
 
 
-def _observe(subject: Subject) -> tuple[str | None, bool, dict[str, int] | None]:
+def _observe(subject: Subject, batch: Any) -> tuple[str | None, bool, dict[str, int] | None]:
     """Autocast's dtype inside the model, whether there is an active scaler, and how often an update calls it."""
     assert subject.model is not None
-    batch = first_batches(subject.train_loader, 1)[0]
     scaler = subject.scaler
     scaled = scaler is not None and scaler.is_enabled()
     dtypes: list[str | None] = []

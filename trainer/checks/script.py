@@ -1,30 +1,15 @@
 """A hand-written script as the subject of an inspection."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainer.checks.base import Images
-from trainer.runtime import CONTROL_TIMEOUT, Processes
-
-
-@contextmanager
-def script_processes() -> Iterator[Processes]:
-    """The processes that the script has joined, whoever joined them, with a gloo group for messages inside the block. A collective."""
-    joined = dist.is_initialized()
-    state: Any = SimpleNamespace(process_index=dist.get_rank() if joined else 0, num_processes=dist.get_world_size() if joined else 1)
-    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if joined else None
-    try:
-        yield Processes(state, control)
-    finally:
-        if control is not None:
-            dist.destroy_process_group(control)
+from trainer.checks.base import Images, unwrap
+from trainer.checks.loaders import first_batches
 
 
 def device_of(model: nn.Module | None, accelerator: Any) -> torch.device:
@@ -49,3 +34,44 @@ def images_of(**loaders: Any) -> tuple[Images, ...] | None:
         if loader is not None and not isinstance(loader.dataset, IterableDataset)
     )
     return found or None
+
+
+def resuming(
+    model: nn.Module,
+    optimizer: Any,
+    train_loader: Any,
+    train_step: Callable[[Any], Any],
+    save: Callable[[Path], Any],
+    load: Callable[[Path], Any],
+) -> Callable[[Path], Iterator[dict[str, Tensor] | None]]:
+    """`Subject.resumed` of a script, which cannot be built anew: instead its weights and its optimizer's state are zeroed before `load`."""
+    module, plain = unwrap(model), getattr(optimizer, "optimizer", optimizer)
+
+    def held() -> list[Tensor]:
+        return [value for content in plain.state.values() for value in content.values() if isinstance(value, Tensor)]
+
+    def train_on(batch: Any) -> dict[str, Tensor]:
+        # What the script does about generators is its own affair: the same ones in both.
+        torch.manual_seed(0)
+        train_step(batch)
+        tensors = {f"weights/{name}": tensor for name, tensor in module.state_dict().items()}
+        tensors |= {f"optimizer/{number}": tensor for number, tensor in enumerate(held())}
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+    def resumed(folder: Path) -> Iterator[dict[str, Tensor] | None]:
+        batches = first_batches(train_loader, 2)
+        yield None
+        model.train()
+        train_step(batches[0])
+        yield None
+        save(folder)
+        yield None
+        yield train_on(batches[-1])
+        with torch.no_grad():
+            for tensor in (*module.state_dict().values(), *held()):
+                tensor.zero_()
+        load(folder)
+        yield None
+        yield train_on(batches[-1])
+
+    return resumed
