@@ -82,7 +82,7 @@ def test_there_are_examples() -> None:
     assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("forgotten", ["", "    start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])
+@pytest.mark.parametrize("forgotten", ["", "        start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])
 def test_the_doctor_inspects_the_readmes_script(tmp_path: Path, forgotten: str) -> None:
     (example,) = (block for block in BLOCKS if "inspect(" in block)
     assert forgotten in example

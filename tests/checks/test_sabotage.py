@@ -10,6 +10,7 @@ import pytest
 from tests.checks.tutorial import examined
 from tests.helpers import make_run, write_ids
 from tests.ranks import Ranks
+from trainer import checkpoint
 from trainer.checks import CHECKS
 from trainer.checks.base import messengers
 from trainer.checks.own import subject_of
@@ -94,6 +95,7 @@ def own_run(processes: Processes, folder: Path, out: Path, forgotten: str) -> Re
         "SetEpoch": (SetEpoch, "on_epoch_start", lambda self, run: run.train_loader.set_epoch(0)),
         "SeedProcesses": (SeedProcesses, "on_epoch_start", lambda self, run: seed_process(run.config.seed)),
         "GatherMetrics": (run.accelerator, "gather_for_metrics", run.accelerator.gather),
+        "restore": (checkpoint, "restore", lambda run, found: None),
         "SaveOnMain": (Run, "is_main", True),
     }
     with messengers() as own, patch.object(*spoils[forgotten]) if forgotten in spoils else nullcontext():
@@ -114,6 +116,7 @@ def own_run(processes: Processes, folder: Path, out: Path, forgotten: str) -> Re
         ("SetEpoch", {"order", "augmentation", "resume"}, "epoch 1 has the order of epoch 0"),
         ("SeedProcesses", {"augmentation"}, "inside the model"),
         ("GatherMetrics", {"evaluation"}, "AssertionError: (18, 17)"),
+        ("restore", {"resume"}, "differ from the training that went on"),
         ("SaveOnMain", {"one writer"}, "ranks 0 and 1 both write checkpoints/step_00000000/"),
     ],
 )

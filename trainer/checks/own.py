@@ -116,6 +116,10 @@ def resumed(run: Run, folder: Path) -> Iterator[dict[str, Tensor]]:
         found = checkpoint.find(config, processes)
         assert found is not None
         again = build(config)
+        with torch.no_grad():
+            # Built from the same seed it would come to the same end without a checkpoint too.
+            for parameter in again.module.parameters():
+                parameter.zero_()
         checkpoint.restore(again, found)
         yield train(again)
 

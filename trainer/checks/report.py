@@ -104,6 +104,8 @@ def watched(name: str, patience: float, rank: int, failure: Callable[[], str | N
         yield
     finally:
         timer.cancel()
+        # Until its thread has ended, it holds on to the model, and so to the process group.
+        timer.join()
 
 
 def standing(frame: FrameType | None) -> str:
