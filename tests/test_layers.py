@@ -26,7 +26,8 @@ LAYERS = [
     {"output"},
     {"hooks"},
     {"loop"},
-    {"main"},
+    {"checks"},
+    {"main", "doctor"},
     {"spawn"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -77,7 +78,7 @@ def test_no_cycles() -> None:
 
 def test_nobody_but_spawn_imports_a_command() -> None:
     assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
-    assert not [name for name, others in GRAPH.items() if "trainer.spawn" in others]
+    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor"} & others]
 
 
 def test_hooks_do_not_know_each_other() -> None:
@@ -86,7 +87,16 @@ def test_hooks_do_not_know_each_other() -> None:
             assert {other for other in others if layer(other) == "hooks"} <= {"trainer.hooks.base"}, name
 
 
-@pytest.mark.parametrize("module", ["config", "main"])
+def test_checks_do_not_know_each_other() -> None:
+    """They share the base and the ways to read a loader; only the table in checks/__init__.py names them all."""
+    shared = {f"trainer.checks.{name}" for name in ("base", "loaders", "preserve")}
+    table = {name for name in GRAPH["trainer.checks"] if name not in shared}
+    assert len(table) >= 14
+    for name in table:
+        assert {other for other in GRAPH[name] if layer(other) == "checks"} <= shared, name
+
+
+@pytest.mark.parametrize("module", ["config", "main", "doctor"])
 def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
     code = (
         f"import sys, trainer.{module}\n"

@@ -10,9 +10,11 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.launching import launch
+from tests.ranks import free_port
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PYTHON_BLOCKS = [block for block in BLOCKS if "inspect(" not in block]
 
 
 def command(name: str) -> str:
@@ -77,6 +79,22 @@ def environment() -> dict[str, str]:
 
 def test_there_are_examples() -> None:
     assert len(PYTHON_BLOCKS) == 2
+    assert len(BLOCKS) == 3
+
+
+@pytest.mark.parametrize("forgotten", ["", "        start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])
+def test_the_doctor_inspects_the_readmes_script(tmp_path: Path, forgotten: str) -> None:
+    (example,) = (block for block in BLOCKS if "inspect(" in block)
+    assert forgotten in example
+    program = tmp_path / "script.py"
+    program.write_text(example.replace(forgotten, ""), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(program)]
+    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+    assert (run.returncode == 0) == (not forgotten), run.stderr
+    failed = [line.split()[0] for line in run.stdout.splitlines() if " FAIL " in line]
+    assert failed == (["order"] if forgotten else [])
+    assert re.search(rf"doctor: \d+ passed, {len(failed)} failed, 1 skipped in", run.stdout), run.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_a_built_wheel_holds_recipes_and_data_and_trains(tmp_path: Path) -> None:
