@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer import checkpoint
 from trainer.accelerator import build_accelerator, requested_precision
+from trainer.agreement import await_checkpoint
 from trainer.checks.base import Images, Subject
 from trainer.config import Config
 from trainer.data.dataset import Batch, ImageDataset, Transform, open_image
@@ -79,6 +80,7 @@ class SaveAt(Hook):
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self.step and run.checkpoint is None:
             checkpoint.save(run, {})
+            await_checkpoint(run)
 
 
 def resumed(run: Run, folder: Path) -> Iterator[dict[str, Tensor]]:
@@ -159,6 +161,7 @@ def subject_of(run: Run, processes: Processes, images: tuple[Images, ...], folde
         saving = replace(fresh(epoch=1, best={"epoch": 1, "acc1": 0.0, "loss": 0.0}), output_dir=folder)
         SaveOnMain().on_epoch_end(saving)
         checkpoint.save(saving, {})
+        await_checkpoint(saving)
 
     def seeded_by_sample(transform: Transform) -> ImageDataset:
         dataset = copy.copy(run.data.train)
