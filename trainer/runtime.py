@@ -219,19 +219,14 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
                 raise mistake
         assert config is not None
         body(config, processes)
-    except Stopped as stop:
-        code, reason = EXIT_STOPPED, str(stop)
-        if processes is None or processes.is_main:
-            say(f"stopped: {stop}")
-        leave_marker(str(stop))
-    except Interrupted as stop:
-        code, reason = EXIT_STOPPED, f"{stop} before the training began"
-        if processes is None or processes.is_main:
+    except (Stopped, Interrupted) as stop:
+        code, reason = EXIT_STOPPED, str(stop) if isinstance(stop, Stopped) else f"{stop} before the training began"
+        if _rank(processes) == 0:
             say(f"stopped: {reason}")
         leave_marker(reason)
     except KeyboardInterrupt:
         code, reason = EXIT_FAILURE, "interrupted"
-        if processes is None or processes.is_main:
+        if _rank(processes) == 0:
             say(reason)
     except Exception as raised:
         code, reason = explain_end(raised, processes)
@@ -254,11 +249,13 @@ def explain_end(raised: Exception, processes: Processes | None) -> tuple[int, st
     """Say on stderr why this rank ends, unless another one does; the exit code and the reason."""
     error = disk_full(raised) or raised
     if isinstance(error, UserError):
-        rank = processes.rank if processes else _launched_rank()
+        rank = _rank(processes)
         if rank == 0 or not error.agreed:
             say(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
         if processes is not None and error.agreed:
-            processes.all_gather(None)
+            # Another rank may be gone already, killed by the launcher.
+            with suppress(Exception):
+                processes.all_gather(None)
         elif processes is not None:
             blame(error, processes)
         return error.code, str(error)
@@ -290,19 +287,21 @@ def end_at_once(processes: Processes | None) -> None:
     import psutil
 
     say("stopped at once")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
     for leave in processes.at_exit if processes is not None else ():
         with suppress(Exception):
             leave(EXIT_FAILURE, "stopped at once, without a checkpoint")
     if processes is not None:
         blame(KeyboardInterrupt("stopped at once"), processes)
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
     os._exit(EXIT_FAILURE)
 
 
-def _launched_rank() -> int:
-    """The launcher's RANK, for messages about a group that could not be joined; 0 where it is missing or no number."""
+def _rank(processes: Processes | None) -> int:
+    """This process's rank; the launcher's RANK where the group could not be joined, 0 where that is missing or no number."""
+    if processes is not None:
+        return processes.rank
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else 0
 
