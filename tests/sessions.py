@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.helpers import ids_of, tensors
 from trainer.accelerator import build_accelerator
-from trainer.checkpoint import find, optimizer_tensors, restore
+from trainer.checkpoint import find, optimizer_tensors, restore, restore_folder
 from trainer.config import Config
 from trainer.data.loaders import load_data
 from trainer.hooks.audit import Audit
@@ -106,7 +106,6 @@ def session(
     data = load_data(config, processes, shake)
     torch.manual_seed(1)
     run = build_run(config, processes, data, accelerator, Dropout())
-    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
     order: list[tuple[int, list[int]]] = []
     losses: list[float] = []
     normalize = run.normalize
@@ -122,8 +121,10 @@ def session(
     log = Log()
     hooks: tuple[Hook, ...] = (SetEpoch(), SeedProcesses(), GatherMetrics(), SaveOnMain(), log, Audit(), MaxTime(), EarlyStopping())
     if checkpoint is not None:
-        restore(run, checkpoint)
-        HookList(hooks).load_state_dict(checkpoint.state["hooks"])
+        restore(run, checkpoint, HookList(hooks).load_state_dict)
+    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
+    if checkpoint is not None:
+        restore_folder(run, checkpoint)
     fit(run, HookList((*hooks, *((stop,) if stop else ()), *more, Checkpoints(hooks))))
     run.close()
     if run.is_main:

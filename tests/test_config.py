@@ -207,6 +207,7 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--epochs null", "--epochs must be a whole number, but is 'None'"),
         ("--batch_size 8.5", "--batch_size must be a whole number, but is '8.5'"),
         ("--tf32 maybe", "--tf32 must be true or false, but is 'maybe'"),
+        ("--checkpointing_steps often", "--checkpointing_steps must be a whole number or epoch, but is 'often'"),
         ("--optimizer SGD", "--optimizer must be one of sgd, adam, adamw, but is 'SGD'"),
         ("--sync_bn true", "--sync_bn must be one of auto, on, off, but is 'true'"),
         ("--mixed_precision fp32", "--mixed_precision must be one of no, fp16, bf16, fp8, but is 'fp32'"),
@@ -264,8 +265,8 @@ def test_every_number_has_a_range_that_its_default_is_in(name: str) -> None:
     [
         ("lrr: 3\n", "the recipe bad.yaml has an unknown key 'lrr': did you mean lr?"),
         ("batch-size: 4\n", "the recipe bad.yaml has an unknown key 'batch-size': did you mean batch_size?"),
-        ("bogus: 3\n", "the recipe bad.yaml has an unknown key 'bogus'"),
-        ("3: 4\n", "the recipe bad.yaml has an unknown key '3'"),
+        ("bogus: 3\n", "the recipe bad.yaml has an unknown key 'bogus': see --help"),
+        ("3: 4\n", "the recipe bad.yaml has an unknown key '3': see --help"),
         ("lr: [1, 2]\n", "the recipe bad.yaml: lr must be one value"),
         ("lr:\n  a: 1\n", "the recipe bad.yaml: lr must be one value"),
         ("lr: abc\n", "--lr must be a number, but is 'abc'"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, GradientAccumulationPlugin
 
 from trainer.config import Config
 from trainer.runtime import Processes, UserError, env_int, env_true
@@ -92,7 +92,7 @@ def check_launcher(config: Config, processes: Processes) -> None:
     """Refuse what the launcher's config file asks for and the trainer would ignore.
 
     Raises:
-        UserError: another parallelism than DDP, or an accumulation that is not the trainer's.
+        UserError: another parallelism than DDP, an accumulation that is not the trainer's, or a compiler that Accelerate does not know.
     """
     kind = str(getattr(processes.state.distributed_type, "value", processes.state.distributed_type))
     if kind not in SUPPORTED:
@@ -104,6 +104,11 @@ def check_launcher(config: Config, processes: Processes) -> None:
         raise UserError(
             f"the launcher asks for {steps} gradient accumulation steps, the trainer for {config.gradient_accumulation_steps}: "
             "give --gradient_accumulation_steps after trainer/main.py only"
+        )
+    backend, known = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no"), [member.value.lower() for member in DynamoBackend]
+    if backend.lower() not in known:
+        raise UserError(
+            f"the environment variable ACCELERATE_DYNAMO_BACKEND is '{backend}': it must be one of {', '.join(known)}, or unset"
         )
 
 

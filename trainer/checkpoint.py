@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -229,12 +229,15 @@ def _find(config: Config) -> Checkpoint | None:
         if newest_whole is None:
             return None
         path = newest_whole
+    if config.output_dir is None and path.parent.name != CHECKPOINTS:
+        raise UserError(f"--resume {path} is not in the {CHECKPOINTS} folder of a run, and so says not where to go on: add --output_dir")
     try:
         checkpoint = _load(path, notes)
+        was = {name: checkpoint.state["config"][name] for name in FIXED}
     except Exception as error:
-        raise UserError(f"--resume {path}: the checkpoint cannot be loaded: {' '.join(str(error).split())}") from None
-    for name in FIXED:
-        old, new = checkpoint.state["config"][name], getattr(config, name)
+        raise UserError(f"--resume {path}: the checkpoint cannot be loaded: {_reason(error)}: choose another checkpoint") from None
+    for name, old in was.items():
+        new = getattr(config, name)
         if old != new:
             raise UserError(
                 f"--{name} {new}: the checkpoint {path} was written with {old}: use that, or train anew in another --output_dir"
@@ -267,29 +270,50 @@ def _load(path: Path, notes: list[str]) -> Checkpoint:
     )
 
 
+def _reason(error: Exception) -> str:
+    return f"{error} is missing in it" if isinstance(error, KeyError) else " ".join(str(error).split()).rstrip(".")
+
+
 # Going on
 
 
-def restore(run: Run, checkpoint: Checkpoint) -> None:
+def restore(run: Run, checkpoint: Checkpoint, load_hooks: Callable[[dict[str, Any]], None]) -> None:
     """Put the run where the checkpoint was; `run.resume_notes` then says from where, and what is not as it was. A collective.
 
-    The generators are restored by the loop, once the first batch is there: making the loader's iterator draws from them.
+    In memory only, so that a checkpoint that does not fit is refused before anything is written; then comes `restore_folder`. The
+    generators are restored by the loop, once the first batch is there: making the loader's iterator draws from them.
+
+    Args:
+        load_hooks: takes the hooks' states, by class name.
 
     Raises:
-        UserError: the data are not those of the checkpoint, or the weights do not fit.
+        UserError: the data are not those of the checkpoint, or it does not fit the model, the optimizer or the hooks.
     """
-    state, same_ranks = checkpoint.state, checkpoint.state["processes"] == run.processes.count
     with run.processes.together():
-        data = fingerprint(run)
-        changed = [f"{name} {state['data'][name]} -> {data[name]}" for name in data if state["data"][name] != data[name]]
+        try:
+            changed = _changed_data(run, checkpoint.state["data"])
+            if not changed:
+                _restore(run, checkpoint)
+                load_hooks(checkpoint.state["hooks"])
+        except Exception as error:
+            raise UserError(
+                f"the checkpoint {checkpoint.path} does not fit this run: {_reason(error)}: choose another checkpoint"
+            ) from None
         if changed:
             raise UserError(
-                f"--dataset {run.config.dataset} is not what the checkpoint {checkpoint.path} was trained on: {', '.join(changed)}"
+                f"--dataset {run.config.dataset} is not what the checkpoint {checkpoint.path} was trained on ({', '.join(changed)}): "
+                "use that, or train anew in another --output_dir"
             )
-        try:
-            run.module.load_state_dict(checkpoint.model)
-        except RuntimeError as error:
-            raise UserError(f"the weights of {checkpoint.path} do not fit the model: {' '.join(str(error).split())}") from None
+
+
+def _changed_data(run: Run, was: dict[str, Any]) -> list[str]:
+    data = fingerprint(run)
+    return [f"{name} {was[name]} -> {data[name]}" for name in data if was[name] != data[name]]
+
+
+def _restore(run: Run, checkpoint: Checkpoint) -> None:
+    state, same_ranks = checkpoint.state, checkpoint.state["processes"] == run.processes.count
+    run.module.load_state_dict(checkpoint.model)
     _restore_optimizer(run, checkpoint.optimizer, state["lr"])
     run.state = TrainState(**state["train"])
     run.first_step = run.state.step
@@ -307,18 +331,17 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
         run.window.grad_norm = windows[0].get("window_grad_norm")
     if same_ranks and run.state.consumed:
         run.generators = checkpoint.ranks[run.processes.rank]
-    with run.processes.together():
-        if run.is_main:
-            _restore_folder(run, checkpoint)
 
 
 def _restore_optimizer(run: Run, tensors: dict[str, Tensor], lr: float) -> None:
     """Put back the state of each parameter, and the newest rate, for the log; all else is the config's."""
-    trained = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    trained = {name: parameter.shape for name, parameter in run.module.named_parameters() if parameter.requires_grad}
     numbers = {name: number for number, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
+        if name not in trained or (tensor.ndim and tensor.shape != trained[name]):
+            raise ValueError(f"its optimizer's {key}, of shape {tuple(tensor.shape)}, is of no weight of the model")
         state.setdefault(numbers[name], {})[kind] = tensor
     run.optimizer.load_state_dict({"state": state, "param_groups": run.optimizer.state_dict()["param_groups"]})
     for group in run.optimizer.param_groups:
@@ -362,8 +385,14 @@ def _differences(run: Run, state: dict[str, Any]) -> list[str]:
     return notes
 
 
+def restore_folder(run: Run, checkpoint: Checkpoint) -> None:
+    """Make output_dir what it was at the checkpoint: the best model, and no later checkpoint. A collective."""
+    with run.processes.together():
+        if run.is_main:
+            _restore_folder(run, checkpoint)
+
+
 def _restore_folder(run: Run, checkpoint: Checkpoint) -> None:
-    """Make output_dir what it was at the checkpoint: the best model, and no later checkpoint."""
     model, best = run.output_dir / MODEL, checkpoint.path / "best"
     recover_folder(model)
     if best.is_dir():

@@ -344,13 +344,14 @@ def read_recipe(path: Path) -> list[str]:
         # BaseLoader leaves every scalar a text: YAML 1.1 would read `sync_bn: on` as true and `lr: 1e-4` as a text.
         content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"the recipe {path} cannot be read: {reason}: give a YAML file of lines 'key: value'") from None
     if not isinstance(content, dict):
         raise UserError(f"the recipe {path} must be lines of 'key: value', as in {RECIPES / 'mnist5k.yaml'}")
     flags: list[str] = []
     for key, value in content.items():
         if key not in _field_names():
-            raise UserError(f"the recipe {path} has an unknown key '{key}'{suggestion(str(key), _field_names())}")
+            raise UserError(f"the recipe {path} has an unknown key '{key}'{suggestion(str(key), _field_names()) or ': see --help'}")
         if not isinstance(value, str):
             raise UserError(f"the recipe {path}: {key} must be one value")
         flags += [f"--{key}={value or 'null'}"]
@@ -390,9 +391,11 @@ def _expected(name: str, before: str = ":") -> str:
     hint = get_type_hints(Config).get(name)
     if hint is None:
         return ""
+    kinds: list[str] = []
     choices: list[str] = []
     for part in (hint, *get_args(hint)):
-        if part in TYPE_NAMES:
-            return f"{before} {TYPE_NAMES[part]}"
+        kinds += [TYPE_NAMES[part]] if part in TYPE_NAMES else []
         choices += [word for word in get_args(part) if isinstance(word, str)]
+    if kinds:
+        return f"{before} {' or '.join((*kinds, *choices))}"
     return f"{before} one of {', '.join(choices)}"

@@ -63,5 +63,5 @@ def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"the model folder {folder} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise UserError(f"the model folder {folder} cannot be loaded: {' '.join(str(error).split())}: name another run's") from None
     return module.eval(), config

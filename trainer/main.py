@@ -28,7 +28,7 @@ def train(config: Config, processes: Processes) -> None:
     """config -> accelerator -> data -> model -> loop and hooks -> output_dir."""
     # Heavy imports come after the flags are checked: a mistyped one is answered at once.
     from trainer.accelerator import build_accelerator
-    from trainer.checkpoint import find, restore
+    from trainer.checkpoint import find, restore, restore_folder
     from trainer.data.loaders import load_data
     from trainer.hooks.audit import Audit
     from trainer.hooks.base import Hook, HookList
@@ -50,8 +50,6 @@ def train(config: Config, processes: Processes) -> None:
     checkpoint = find(config, processes)
     data = load_data(config, processes)
     run = build_run(config, processes, data, accelerator)
-    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
-    report_end(run)
     hooks: tuple[Hook, ...] = (
         SetEpoch(),
         SeedProcesses(),
@@ -64,8 +62,11 @@ def train(config: Config, processes: Processes) -> None:
         EarlyStopping(),
     )
     if checkpoint is not None:
-        restore(run, checkpoint)
-        HookList(hooks).load_state_dict(checkpoint.state["hooks"])
+        restore(run, checkpoint, HookList(hooks).load_state_dict)
+    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
+    report_end(run)
+    if checkpoint is not None:
+        restore_folder(run, checkpoint)
     elif config.resume_from_checkpoint is not None:
         run.resume_notes = [f"there is no checkpoint in {run.output_dir}: the training starts anew"]
     run.watch.start(run.output_dir)

@@ -16,8 +16,8 @@ import yaml
 
 from trainer.checkpoint import CHECKPOINTS, MODEL, Checkpoint, has_checkpoint
 from trainer.config import Config
-from trainer.files import write_json
-from trainer.runtime import EXIT_FAILURE, Processes, UserError, say
+from trainer.files import write_json, write_text
+from trainer.runtime import EXIT_FAILURE, Processes, UserError, disk_full, say
 from trainer.state import Run
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
@@ -35,38 +35,57 @@ def create_output_dir(config: Config, processes: Processes, classes: tuple[str, 
     folder: list[Path] = []
     with processes.together():
         if processes.is_main:
-            folder.append(_create(config, checkpoint))
-            (folder[0] / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
-            write_json(folder[0] / "classes.json", list(classes))
-            write_json(folder[0] / "env.json", environment(processes))
+            made: list[Path] = []
+            try:
+                folder.append(_create(config, checkpoint, made))
+                _describe(folder[0], config, processes, classes, made)
+            except OSError as error:
+                for path in reversed(made):
+                    with suppress(OSError):
+                        path.rmdir() if path.is_dir() else path.unlink()
+                if disk_full(error):
+                    raise
+                place = config.output_dir or (checkpoint.run_folder if checkpoint is not None else "runs")
+                raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
     return processes.broadcast(folder[0] if folder else Path())
 
 
-def _create(config: Config, checkpoint: Checkpoint | None) -> Path:
-    try:
-        folder = Path(config.output_dir) if config.output_dir is not None else checkpoint.run_folder if checkpoint is not None else None
-        if folder is not None:
-            if checkpoint is None or folder.resolve() != checkpoint.run_folder.resolve():
-                _refuse_held(folder, config)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(13, os.strerror(13))
-            # It tells how an earlier attempt ended.
-            (folder / "exit.json").unlink(missing_ok=True)
+def _create(config: Config, checkpoint: Checkpoint | None, made: list[Path]) -> Path:
+    """The run's folder; `made` gets it and the folders above it that were not there."""
+    folder = Path(config.output_dir) if config.output_dir is not None else checkpoint.run_folder if checkpoint is not None else None
+    if folder is not None:
+        if checkpoint is None or folder.resolve() != checkpoint.run_folder.resolve():
+            _refuse_held(folder, config)
+        _make(folder, made)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, os.strerror(13))
+        return folder
+    dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
+    name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1000):
+        folder = Path("runs", name if number == 0 else f"{name}-{number}")
+        _make(folder, made)
+        if folder in made:
             return folder
-        dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
-        name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for number in range(1000):
-            folder = Path("runs", name if number == 0 else f"{name}-{number}")
-            try:
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                continue
-        raise FileExistsError(17, os.strerror(17))
-    except OSError as error:
-        place = config.output_dir or "runs"
-        raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
+    raise FileExistsError(17, os.strerror(17))
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        # Another run may be making the same ones.
+        with suppress(FileExistsError):
+            path.mkdir()
+            made.append(path)
+    folder.mkdir(exist_ok=True)
+
+
+def _describe(folder: Path, config: Config, processes: Processes, classes: tuple[str, ...], made: list[Path]) -> None:
+    made += [file for name in ("config.yaml", "classes.json", "env.json") if not (file := folder / name).exists()]
+    write_text(folder / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+    write_json(folder / "classes.json", list(classes))
+    write_json(folder / "env.json", environment(processes))
+    # It tells how an earlier attempt ended.
+    (folder / "exit.json").unlink(missing_ok=True)
 
 
 def _refuse_held(folder: Path, config: Config) -> None:
@@ -131,16 +150,19 @@ def report_end(run: Run) -> None:
         if run.is_main or (code and watch.speaks):
             write(code, reason)
 
-    def blame(error: BaseException) -> tuple[str, bool] | None:
+    def blame(error: BaseException) -> tuple[int, str, bool] | None:
         sentence = watch.explain(error)
         if sentence is None:
-            watch.failed(f"{type(error).__name__}: {error}")
+            if isinstance(error, UserError):
+                watch.failed(str(error), told=error.code)
+            else:
+                watch.failed(f"{type(error).__name__}: {error}")
             return None
-        return sentence, watch.speaks
+        return watch.told or EXIT_FAILURE, sentence, watch.speaks and not watch.told
 
     def on_verdict(reason: str) -> None:
         if watch.speaks:
-            write(EXIT_FAILURE, reason)
+            write(watch.told or EXIT_FAILURE, reason)
 
     watch.on_verdict = on_verdict
     processes.at_exit.append(leave)

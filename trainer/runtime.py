@@ -90,8 +90,8 @@ class Processes:
         control: a gloo group for small messages between the processes' CPUs; None where there is no process group.
         stops: what the ranks want to stop for.
         at_exit: called as `at_exit(code, reason)` on every rank when the command ends, whatever ends it.
-        at_failure: called with the exception that ends this rank; tells the others of it, or returns the sentence that names the rank
-            which is to blame for it, and whether this rank is the one to print it.
+        at_failure: called with the exception that ends this rank; tells the others of it, or returns the exit code and the sentence of
+            the rank that is to blame for it, and whether this rank is the one to print it.
         at_last: called when the process group has been left.
         started: when this process joined, `time.monotonic` seconds.
     """
@@ -100,7 +100,7 @@ class Processes:
     control: Any = None
     stops: Stops = field(default_factory=Stops)
     at_exit: list[Callable[[int, str], None]] = field(default_factory=list)
-    at_failure: list[Callable[[BaseException], tuple[str, bool] | None]] = field(default_factory=list)
+    at_failure: list[Callable[[BaseException], tuple[int, str, bool] | None]] = field(default_factory=list)
     at_last: list[Callable[[], None]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -263,15 +263,15 @@ def explain_end(raised: Exception, processes: Processes | None) -> tuple[int, st
         return EXIT_FAILURE, str(error)
     other = blame(error, processes) if processes is not None else None
     if other is not None:
-        sentence, speaks = other
+        code, sentence, speaks = other
         if speaks:
             say(f"error: {sentence}")
-        return EXIT_FAILURE, sentence
+        return code, sentence
     traceback.print_exc()
     return EXIT_FAILURE, f"{type(error).__name__}: {error}"
 
 
-def blame(error: BaseException, processes: Processes) -> tuple[str, bool] | None:
+def blame(error: BaseException, processes: Processes) -> tuple[int, str, bool] | None:
     """Tell the other ranks of `error`, or hear from them whose fault it is."""
     return next((other for ask in processes.at_failure if (other := ask(error)) is not None), None)
 
@@ -330,6 +330,11 @@ def launched_world_size() -> int:
     """
     adopt_debug_group()
     size = env_int("WORLD_SIZE", 1)
+    if size < 1:
+        raise UserError(f"WORLD_SIZE is {size}, but must be at least 1: correct or unset it")
+    # Accelerate reads these too, and torch the port.
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        env_int(name, 0)
     if size > 1:
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
@@ -337,6 +342,9 @@ def launched_world_size() -> int:
                 f"WORLD_SIZE is {size}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
                 "start all processes with `accelerate launch` or `torchrun`, or unset WORLD_SIZE for one process"
             )
+        port = env_int("MASTER_PORT", 0)
+        if not 0 < port < 1 << 16:
+            raise UserError(f"MASTER_PORT is {port}: choose a free port between 1 and 65535")
     rank = env_int("RANK", 0)
     if not 0 <= rank < size:
         raise UserError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks go from 0 to {size - 1}")

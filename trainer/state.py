@@ -1,5 +1,6 @@
 """Run: the handles of a training, built once. TrainState: the numbers that change, and the only ones that do."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,12 @@ class Run:
     def close(self) -> None:
         """End the data workers. In a cycle that the garbage collector breaks up they would be waited for in vain, 5 seconds each."""
         for loader in (self.train_loader, self.eval_loader):
-            getattr(loader, "base_dataloader", loader)._iterator = None
+            loader = getattr(loader, "base_dataloader", loader)
+            # An exception's frames can hold the iterator too; and a launcher's SIGTERM may have reached its workers already.
+            if hasattr(loader._iterator, "_shutdown_workers"):
+                with suppress(RuntimeError):
+                    loader._iterator._shutdown_workers()
+            loader._iterator = None
 
 
 def loss_scale(accelerator: "Accelerator") -> float | None:
@@ -174,9 +180,11 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
     if synchronise and processes.control is not None:
         module, converted = synchronise_batchnorm(module, accelerator.device)
     elif config.sync_bn == "on":
-        raise UserError("--sync_bn on needs more than one process: leave it at auto")
+        raise UserError("--sync_bn on needs more than one process: leave it at auto", agreed=True)
     if processes.count > 1 and not synchronise and not config.broadcast_buffers and batchnorm_layers(module):
-        raise UserError("--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them")
+        raise UserError(
+            "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
+        )
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader, sampler = build_loaders(data, config)
     model, optimizer = accelerator.prepare(module, optimizer)

@@ -73,6 +73,7 @@ class Entry:
         host: the same for two processes that see each other's pids.
         counter: calls of `at`; the same at the same place on all ranks.
         frame: where its main thread is in Python, and `waits`: in a collective, as far as that shows; only while it makes no progress.
+        told: its exit code, when it says itself, in a sentence, why it fails; 0 when others have to.
         children: [pid, born] of its data workers and other children.
     """
 
@@ -88,6 +89,7 @@ class Entry:
     waits: bool = False
     state: str = RUNNING
     reason: str = ""
+    told: int = 0
     children: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -164,7 +166,7 @@ class Watch:
         self._now, self._moment = 0.0, 0.0
         self._moved: dict[int, float] = {}
         self._heard: dict[int, float] = {}
-        self._state, self._reason, self._turned = RUNNING, "", 0.0
+        self._state, self._reason, self._told, self._turned = RUNNING, "", 0, 0.0
         self._published = RUNNING
         self._first: int | None = None
         self._first_at = 0.0
@@ -182,6 +184,11 @@ class Watch:
         """Whether this rank is the one that prints what all know: the lowest that is neither failed, lost nor silent."""
         able = (rank for rank, entry in self._table.items() if rank not in self._silent and entry.state not in (FAILED, LOST, CLOSED))
         return self.rank == min(able, default=0)
+
+    @property
+    def told(self) -> int:
+        """The exit code of the rank that failed first, when it says itself, in a sentence, why; 0 when it does not, or none failed."""
+        return self._table[self._first].told if self._first is not None else 0
 
     def start(self, output_dir: Path) -> None:
         """Connect the ranks and begin to watch the calling thread. A collective.
@@ -223,13 +230,18 @@ class Watch:
         if self.rank != 0:
             self._thread.start()
 
-    def failed(self, reason: str) -> None:
-        """Tell the others that this rank ends with an error of its own. Takes 2 s at most; `close` must follow within LEAVING."""
+    def failed(self, reason: str, told: int = 0) -> None:
+        """Tell the others that this rank ends with an error of its own. Takes 2 s at most; `close` must follow within LEAVING.
+
+        Args:
+            reason: one line.
+            told: this rank's exit code, when it has said why itself, so that no other rank needs to.
+        """
         self._await_verdict()
         if self._thread is not None and self._state == RUNNING:
             self._reason = " ".join(reason.split())[:1000]
             self._settled.clear()
-            self._state = FAILED
+            self._told, self._state = told, FAILED
             self._ring()
             self._settled.wait(2.0)
 
@@ -281,6 +293,8 @@ class Watch:
 
     def _sentence(self, rank: int) -> str:
         entry = self._table[rank]
+        if entry.state == FAILED and entry.told:
+            return entry.reason
         if entry.state == FAILED:
             return f"rank {rank} failed: {entry.reason}"
         if self._gone(entry):
@@ -504,7 +518,7 @@ class Watch:
         me.counter, me.phase, me.epoch, me.step = self.counter, self.phase, self.epoch, self.step
         me.children = _children(me)
         if me.state != self._state:
-            me.state, me.reason, self._turned = self._state, self._reason, self._now
+            me.state, me.reason, me.told, self._turned = self._state, self._reason, self._told, self._now
             if self._line is None:
                 self._tell_news(self.rank)
                 self._settled.set()
@@ -558,7 +572,7 @@ class Watch:
         reason = lines[0].removeprefix("error: ")
         try:
             self._silent = silent
-            if self.speaks:
+            if self.speaks and not self.told:
                 self._say("\n".join(lines))
             for line in self._peers:
                 line.send(self._answer(lines))
@@ -580,7 +594,7 @@ class Watch:
                 self._line.send({"entry": vars(self._table[self.rank])})
                 self._await_hub(self._line)
         finally:
-            os._exit(1)
+            os._exit(self.told or 1)
 
     def _backstop(self) -> None:
         time.sleep(BACKSTOP)

@@ -15,6 +15,7 @@ from trainer.runtime import UserError
 
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 IMAGE = datasets.Image()
+MEND = ": remove them, or add images of them to the train split"
 TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
 
 
@@ -124,7 +125,7 @@ def test_class_folders_missing_in_test_do_not_shift_the_numbers(tmp_path: Path) 
 
 def test_a_class_folder_of_the_test_split_only_is_refused(tmp_path: Path) -> None:
     text = refusal(write_image_folder(tmp_path / "pets", ("cat", "dog"), ("ant", "dog")))
-    assert text.endswith("the test split has classes that the train split lacks: ant")
+    assert text.endswith(f"the test split has classes that the train split lacks: ant{MEND}")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "someone/nothing", "mnist"])
@@ -178,7 +179,9 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
     content = (folder / "train.parquet").read_bytes()
     (folder / "train.parquet").write_bytes(content[: len(content) // 2])
-    assert "cannot be read as a folder of images or Parquet files: Parquet magic bytes not found" in refusal(str(folder))
+    text = refusal(str(folder))
+    assert "cannot be read as a folder of images or Parquet files: Parquet magic bytes not found" in text
+    assert text.endswith(f": replace or remove {folder / 'train.parquet'}")
 
 
 def test_parts_with_different_columns_are_refused_with_the_cause(tmp_path: Path) -> None:
@@ -246,9 +249,9 @@ def test_the_train_splits_classes_rule(
 @pytest.mark.parametrize(
     ("train", "test", "kinds", "end"),
     [
-        pytest.param([0, 1], [0, 1], (named("a", "b"), named("a", "z")), "has classes that the train split lacks: z", id="name"),
-        pytest.param(["a", "b"], ["q", "a", "p"], (TEXT, TEXT), "has classes that the train split lacks: p, q", id="texts"),
-        pytest.param([0, 1], [2], (named("a", "b"), NUMBER), "has classes that the train split lacks: 2", id="number"),
+        pytest.param([0, 1], [0, 1], (named("a", "b"), named("a", "z")), f"has classes that the train split lacks: z{MEND}", id="name"),
+        pytest.param(["a", "b"], ["q", "a", "p"], (TEXT, TEXT), f"has classes that the train split lacks: p, q{MEND}", id="texts"),
+        pytest.param([0, 1], [2], (named("a", "b"), NUMBER), f"has classes that the train split lacks: 2{MEND}", id="number"),
         pytest.param([0, None], [0], (named("a", "b"),) * 2, "row 1 has no label; every image of both splits needs one", id="no label"),
         pytest.param([0, 1], [1, 1, -1], (named("a", "b"),) * 2, "row 2 has no label; every image of both splits needs one", id="-1"),
         pytest.param(["a", None], ["a"], (TEXT, TEXT), "row 1 has no label; every image of both splits needs one", id="no text"),

@@ -122,7 +122,8 @@ def resumed(run: Run, folder: Path) -> Iterator[dict[str, Tensor]]:
             # Built from the same seed it would come to the same end without a checkpoint too.
             for parameter in again.module.parameters():
                 parameter.zero_()
-        checkpoint.restore(again, found)
+        checkpoint.restore(again, found, HookList(()).load_state_dict)
+        checkpoint.restore_folder(again, found)
         yield train(again)
 
 

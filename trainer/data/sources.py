@@ -1,5 +1,6 @@
 """A name or a folder -> train and test split, image and label column, class names; all through `datasets`, one code path."""
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ def _load_splits(name: str) -> "dict[str, Dataset]":
 
     if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
         datasets.disable_progress_bars()
+    # What its readers of files log as an error they raise too.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     place = ALIASES.get(name, name)
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1 or os.path.exists(place)
     place = os.path.expanduser(place)
@@ -88,11 +91,25 @@ def _load_splits(name: str) -> "dict[str, Dataset]":
         if len(reason) > 200:
             reason = f"{reason[:100]} … {reason[-100:]}"
         if looks_like_path:
-            raise UserError(f"--dataset {name} cannot be read as a folder of images or Parquet files: {reason}") from None
+            broken = _broken_file(place)
+            mend = f": replace or remove {broken}" if broken is not None else ""
+            raise UserError(f"--dataset {name} cannot be read as a folder of images or Parquet files: {reason}{mend}") from None
         raise UserError(
             f"--dataset {name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
             "HF_ENDPOINT to a mirror of the Hub, give a local folder, or use the embedded --dataset mnist5k"
         ) from None
+
+
+def _broken_file(folder: str) -> Path | None:
+    """The first Parquet file that is none; `datasets` does not name it."""
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    for file in sorted(Path(folder).rglob("*.parquet")):
+        try:
+            pyarrow.parquet.read_metadata(file)
+        except Exception:
+            return file
+    return None
 
 
 def _load(place: str, local: bool) -> "dict[str, Dataset]":
@@ -157,5 +174,8 @@ def _encode(name: str, train: "Dataset", test: "Dataset") -> tuple[tuple[str, ..
     number = {value: index for index, value in enumerate(known)}
     unknown = sorted({str(value) for value in found[1] if value not in number})
     if unknown:
-        raise UserError(f"--dataset {name}: the test split has classes that the train split lacks: {', '.join(unknown[:10])}")
+        raise UserError(
+            f"--dataset {name}: the test split has classes that the train split lacks: {', '.join(unknown[:10])}: remove them, or add "
+            "images of them to the train split"
+        )
     return tuple(classes), [number[v] for v in found[0]], [number[v] for v in found[1]]
