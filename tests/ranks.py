@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,7 +38,7 @@ class Ranks:
     """`count` processes that run functions together: `ranks.run(function, *args)` is each rank's `function(processes, *args)`.
 
     The function is found by its module and name, joins a fresh process group each time, and has `TIMEOUT` seconds: a hang is a
-    failure.
+    failure. One that joins by itself, as a command does, is `ranks.run_apart(function, *args)`: each rank's `function(*args)`.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +62,11 @@ class Ranks:
             child.join()
         self.connections, self.children = [], []
 
-    def run(self, function: Callable[..., Any], *args: Any, environment: dict[str, str] | None = None) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, environment: Mapping[str, str | None] | None = None) -> list[Any]:
+        """`environment`: variables beside the launcher's; None takes one away."""
+        return self.run_apart(alone, function, *args, environment=environment)
+
+    def run_apart(self, function: Callable[..., Any], *args: Any, environment: Mapping[str, str | None] | None = None) -> list[Any]:
         if not self.children:
             self.start()
         port = free_port()
@@ -91,9 +95,12 @@ def serve(rank: int, count: int, connection: Connection) -> None:
     while True:
         function, args, port, environment = connection.recv()
         before = dict(os.environ)
-        os.environ.update(rank_environment(rank, count, port) | environment)
+        variables = rank_environment(rank, count, port) | environment
         try:
-            connection.send((False, alone(function, *args)))
+            os.environ.update({name: value for name, value in variables.items() if value is not None})
+            for name in [name for name, value in variables.items() if value is None]:
+                os.environ.pop(name, None)
+            connection.send((False, function(*args)))
         except BaseException:
             connection.send((True, traceback.format_exc()))
         finally:
