@@ -277,8 +277,11 @@ def test_a_save_that_was_killed(ids: Path, run_folder: Path, killed: str) -> Non
 class Poison(Hook):
     """An overflow that only BatchNorm's statistics keep (pytorch#90342)."""
 
+    def __init__(self, at: int = 14) -> None:
+        self.at = at
+
     def on_step_end(self, run: Run) -> None:
-        if run.state.step == 14:
+        if run.state.step == self.at:
             run.module.get_buffer("net.layer1.1.running_var").fill_(torch.inf)
 
 
@@ -343,3 +346,108 @@ def start(ranks: Ranks, count: int, dataset: Path, folder: Path, stop: StopAt | 
     if count == 1:
         return [train(dataset, folder, stop, **knobs)]
     return ranks.run(train_in, dataset, folder, stop, (), knobs)
+
+
+def test_more_processes_at_an_epochs_end(two_ranks: Ranks, ids: Path, tmp_path: Path) -> None:
+    """Only the main process has sums since the last log line then; all ranks must write that line together all the same."""
+    knobs = {"batch_size": None, "global_batch_size": 16, "log_interval": 4}
+    start(two_ranks, 1, ids, tmp_path / "run", StopAt(0, 6, evaluation=True), knobs)
+    rest = start(two_ranks, 2, ids, tmp_path / "run", None, knobs | AUTO)
+    assert rest[0].state["step"] == 18
+    assert [entry["step"] for entry in rest[0].metrics if entry["event"] == "train"] == [4, 6, 8, 12, 16, 18]
+
+
+def test_a_plan_of_its_own_survives_the_next_resume(ids: Path, tmp_path: Path) -> None:
+    """The global batch changes in the middle: the updates that are left are what the second leg has planned, not epochs x updates."""
+    folder = tmp_path / "run"
+    train(ids, folder, StopAt(0, 6))
+    second = train(ids, folder, StopAt(0, 8), **AUTO, batch_size=24)
+    # 48 of 96 images were left: 2 updates of 24; two more epochs of 4.
+    assert any("10 updates are left" in note for note in second.notes)
+    third = train(ids, folder, **AUTO, batch_size=24)
+    assert third.state["step"] == 16
+    assert not any("planned anew" in note or "nothing is left" in note for note in third.notes)
+    rates = [entry["lr"] for entry in third.metrics if entry["event"] == "train"]
+    assert rates[-1] > 0
+
+
+@pytest.mark.parametrize("steps", [12, 7])
+def test_a_run_that_max_steps_ended_counts_no_epoch_twice(ids: Path, tmp_path: Path, steps: int) -> None:
+    folder = tmp_path / "run"
+    train(ids, folder, max_steps=steps)
+    before = json.loads((listed(folder / "checkpoints")[-1] / "state.json").read_text())["train"]
+    for _ in range(2):
+        again = train(ids, folder, **AUTO, max_steps=steps)
+        assert again.state["epoch"] == 1
+        assert len([entry for entry in again.metrics if entry["event"] == "eval"]) == 1
+    after = json.loads((listed(folder / "checkpoints")[-1] / "state.json").read_text())["train"]
+    assert after == before
+    more = train(ids, folder, **AUTO, max_steps=20)
+    assert more.state["step"] == 20
+    assert more.state["samples"] == 160
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_runs(ids: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "project" / "model" / "mine.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    assert "holds a run already (model)" in refusal(ids, tmp_path / "project", **AUTO)
+    (tmp_path / "project" / "config.yaml").write_text("mine: too")
+    assert "holds a run already" in refusal(ids, tmp_path / "project", **AUTO)
+    assert mine.read_text() == "precious"
+
+
+def test_killed_before_the_first_checkpoint_begins_anew(ids: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(ids, folder, epochs=1)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "results.json").unlink()
+    again = train(ids, folder, **AUTO, epochs=1)
+    assert [entry["step"] for entry in again.metrics] == [4, 8, 12, 12]
+
+
+def test_a_branch_that_stops_at_once_has_a_checkpoint_of_its_own(ids: Path, run_folder: Path, tmp_path: Path) -> None:
+    begin = run_folder / "checkpoints" / "step_00000010"
+    branch = tmp_path / "branch"
+    stopped = train(ids, branch, more=(StopNow(),), resume_from_checkpoint=str(begin))
+    assert stopped.interrupted == "SIGTERM"
+    assert names(branch) == ["step_00000010"]
+    assert train(ids, branch, **AUTO).state["step"] == 36
+
+
+class StopNow(Hook):
+    def on_fit_start(self, run: Run) -> None:
+        run.processes.stops.request("SIGTERM")
+
+
+def test_a_checkpoint_set_aside_knows_its_run(ids: Path, run_folder: Path) -> None:
+    folder = run_folder / "checkpoints"
+    train(ids, run_folder, resume_from_checkpoint=str(folder / "step_00000010"), max_steps=12)
+    aside = folder / "set_aside" / "step_00000030"
+    resumed = train(ids, run_folder, resume_from_checkpoint=str(aside), max_steps=31)
+    assert resumed.state["step"] == 31
+    assert names(run_folder)[-1] == "step_00000031"
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def test_the_model_folder_is_the_users_to_edit(ids: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(ids, folder, epochs=1)
+    with (folder / "model" / "config.json").open("a") as file:
+        file.write("\n")
+    (folder / "model" / ".cache").mkdir()
+    assert problem(listed(folder / "checkpoints")[-1]) is None
+    assert train(ids, folder, **AUTO, epochs=2).state["epoch"] == 2
+
+
+def test_what_is_not_finite_is_not_exported_either(ids: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="running_var holds values that are not finite"):
+        train(ids, tmp_path / "run", more=(Poison(at=3),))
+    assert not (tmp_path / "run" / "model").exists()
+    assert not list((tmp_path / "run").glob(".model*"))
+
+
+def test_leftovers_of_killed_saves_go(ids: Path, run_folder: Path) -> None:
+    shutil.copytree(run_folder / "checkpoints" / "step_00000035", run_folder / "checkpoints" / ".step_00000037.tmp")
+    train(ids, run_folder, **AUTO)
+    assert not list((run_folder / "checkpoints").glob(".*"))

@@ -107,7 +107,8 @@ def test_accumulation(ids: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_at_that_very_update_is_not_written(ids: Path, tmp_path: Path) -> None:
-    alone(train, ids, tmp_path / "run", "loss", {"checkpointing_steps": 1, "save_total_limit": None})
+    text, _, _ = alone(train, ids, tmp_path / "run", "loss", {"checkpointing_steps": 1, "save_total_limit": None})
+    assert text.startswith("the loss is not finite in update "), "told by its samples, not by what it did to the weights"
     update, _ = batch_of(37, 1, 4)
     assert listed(tmp_path / "run" / "checkpoints")[-1].name == f"step_{16 + update:08d}", "the one before it is the last"
 

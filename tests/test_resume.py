@@ -35,7 +35,7 @@ def test_one_process(ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     whole = alone(session_with, ids, tmp_path / "whole", None, knobs)
     first = alone(session_with, ids, tmp_path / "parts", stop, knobs)
     second = alone(session_with, ids, tmp_path / "parts", None, knobs | {"resume_from_checkpoint": "auto"})
-    check(whole, first, second)
+    check(whole, first, second, stop)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -47,16 +47,18 @@ def test_two_processes(two_ranks: Ranks, ids: Path, tmp_path: Path, case: str) -
     again = knobs | {"resume_from_checkpoint": "auto"}
     second = two_ranks.run(session_with, ids, tmp_path / "parts", None, again, environment=environment)
     for rank in range(2):
-        check(whole[rank], first[rank], second[rank])
+        check(whole[rank], first[rank], second[rank], stop)
 
 
 def session_with(processes: Any, dataset: Path, folder: Path, stop: StopAt | None, knobs: dict[str, Any]) -> Session:
     return session(processes, dataset, folder, stop, **knobs)
 
 
-def check(whole: Session, first: Session, second: Session) -> None:
+def check(whole: Session, first: Session, second: Session, stop: StopAt) -> None:
     assert whole.interrupted is None
     assert first.interrupted == "SIGTERM"
+    assert first.state["step"] <= stop.step + (not stop.evaluation), "it stopped late"
+    assert first.scaler is None or first.scaler["_growth_tracker"] > 0, "a scaler as new would do"
     assert second.interrupted is None
     assert second.order, "nothing was left to train: the stop came too late to test anything"
     assert_equal(second, whole)

@@ -1,8 +1,11 @@
 """Ranks that agree, fail together, and refuse what would hang."""
 
+import io
 import json
 import os
 import socket
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from trainer.runtime import (
     refuse_engines,
     run_command,
 )
+from trainer.stops import Interrupted
 
 
 def fail_on_one(processes: Processes, rank: int, user: bool) -> tuple[str, str]:
@@ -150,16 +154,58 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str], failure: BaseExc
     assert ends == [(code, str(failure) or "interrupted")]
 
 
-def test_the_group_is_left_also_when_an_ending_fails() -> None:
+@pytest.mark.parametrize("error", [OSError("the disk is full"), ValueError("a bug")])
+def test_the_group_is_left_also_when_an_ending_fails(error: Exception) -> None:
+    """What cannot be written at the end does not hinder the other endings; a bug does, and is shown."""
+    ended: list[int] = []
+
     def body(config: str, processes: Processes) -> None:
-        def full(code: int, reason: str) -> None:
-            raise OSError("the disk is full")
+        def fail(code: int, reason: str) -> None:
+            raise error
 
-        processes.at_exit.append(full)
+        processes.at_exit += [fail, lambda code, reason: ended.append(code)]
 
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(ValueError, match="a bug") if isinstance(error, ValueError) else nullcontext():
         run_command(lambda: "config", body)
     assert not PartialState._shared_state
+    assert ended == ([] if isinstance(error, ValueError) else [0])
+
+
+def test_an_end_that_cannot_be_told_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stderr's reader has gone, as in `... 2>&1 | head`."""
+    ended: list[tuple[int, str]] = []
+
+    def body(config: str, processes: Processes) -> None:
+        processes.at_exit.append(lambda code, reason: ended.append((code, reason)))
+        raise ZeroDivisionError("a bug")
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Gone())
+        with pytest.raises(SystemExit) as raised:
+            run_command(lambda: "config", body)
+    assert raised.value.code == 1
+    assert ended == [(1, "ZeroDivisionError: a bug")]
+
+
+def signalled(processes: Processes) -> str:
+    """Rank 1 alone is told to stop, before the training: all ranks learn it at their next common step."""
+    processes.stops.joined = True
+    if processes.rank == 1:
+        processes.stops.request("SIGTERM")
+    try:
+        with processes.together():
+            pass
+    except Interrupted as stop:
+        return str(stop)
+    return "nothing"
+
+
+def test_a_stop_before_training_is_agreed(two_ranks: Ranks) -> None:
+    assert two_ranks.run(signalled) == ["SIGTERM", "SIGTERM"]
 
 
 def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import NoReturn
 
 from trainer.files import write_json
-from trainer.finite import Finding
+from trainer.finite import Finding, first_bad_tensor
 from trainer.runtime import RunError
 from trainer.state import Run
 from trainer.stops import EARLY_STOPPING, NOT_FINITE, NOT_WRITTEN
@@ -99,6 +99,20 @@ def await_checkpoint(run: Run) -> None:
         if run.is_main:
             run.writer.wait()
     run.checkpoint, run.pending = run.pending or run.checkpoint, None
+
+
+def check_tensors(run: Run) -> None:
+    """Look at every weight and buffer before it is written; BatchNorm's statistics keep an overflow that the GradScaler has skipped.
+
+    Raises:
+        RunError: one is not finite.
+    """
+    bad = first_bad_tensor(run.module.state_dict())
+    if bad is not None:
+        raise RunError(
+            f"{bad} holds values that are not finite at update {run.state.step}: no checkpoint is written, "
+            f"{newest_checkpoint(run)}; lower --lr or set --max_grad_norm"
+        )
 
 
 def newest_checkpoint(run: Run) -> str:

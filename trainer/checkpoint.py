@@ -26,11 +26,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.agreement import await_checkpoint, newest_checkpoint
+from trainer.agreement import await_checkpoint, check_tensors, newest_checkpoint
 from trainer.config import Config
 from trainer.export import contiguous, write_tensors
 from trainer.files import MANIFEST, beside, link_or_copy, problem, recover_folder, replace_folder, write_json, write_manifest
-from trainer.finite import first_bad_tensor
 from trainer.optim import plan_lr
 from trainer.runtime import Processes, RunError, UserError, disk_full
 from trainer.seeding import generator_states
@@ -64,8 +63,15 @@ class Checkpoint:
     notes: list[str]
 
     @property
-    def run_folder(self) -> Path:
-        return self.path.parent.parent
+    def run_folder(self) -> Path | None:
+        """The folder of the run that wrote it; None when it was copied away."""
+        return run_folder(self.path)
+
+
+def run_folder(path: Path) -> Path | None:
+    """The folder of the run that a checkpoint's path is in."""
+    parent = path.parent.parent if path.parent.name == SET_ASIDE else path.parent
+    return parent.parent if parent.name == CHECKPOINTS else None
 
 
 # Writing
@@ -83,19 +89,14 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
         RunError: a weight or a buffer is not finite, or the checkpoint before could not be written.
     """
     await_checkpoint(run)
-    window = {"window_loss": run.window.loss.detach().cpu(), "window_samples": torch.tensor(run.window.samples)}
+    window = {"window_loss": run.window.loss.detach().cpu().clone(), "window_samples": torch.tensor(run.window.samples)}
     if run.window.grad_norm is not None:
-        window["window_grad_norm"] = run.window.grad_norm.detach().cpu()
+        window["window_grad_norm"] = run.window.grad_norm.detach().cpu().clone()
     ranks = run.processes.all_gather(generator_states(run.accelerator.device) | window)
     folder = run.output_dir / CHECKPOINTS / f"step_{run.state.step:08d}"
     with run.processes.together():
         if run.is_main:
-            bad = first_bad_tensor(run.module.state_dict())
-            if bad is not None:
-                raise RunError(
-                    f"{bad} holds values that are not finite at update {run.state.step}: no checkpoint is written, "
-                    f"{newest_checkpoint(run)}; lower --lr or set --max_grad_norm"
-                )
+            check_tensors(run)
             files = {"model": contiguous(run.module), "optimizer": optimizer_tensors(run)}
             files |= {f"rank_{rank}": tensors for rank, tensors in enumerate(ranks)}
             state, intact = describe_state(run, hooks), newest_checkpoint(run)
@@ -134,8 +135,11 @@ def link_best(model: Path, temporary: Path) -> None:
     """Keep output_dir/model, which a better epoch will replace, in the checkpoint."""
     if model.is_dir():
         (temporary / "best").mkdir()
-        for file in model.iterdir():
-            link_or_copy(file, temporary / "best" / file.name)
+        # The small files are the user's to edit; others that lie there are not the model's.
+        link_or_copy(model / "model.safetensors", temporary / "best" / "model.safetensors")
+        for name in ("config.json", "scaler.json"):
+            if (model / name).is_file():
+                shutil.copyfile(model / name, temporary / "best" / name)
 
 
 def describe_state(run: Run, hooks: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -151,6 +155,7 @@ def describe_state(run: Run, hooks: dict[str, dict[str, Any]]) -> dict[str, Any]
         "processes": run.processes.count,
         "precision": run.accelerator.mixed_precision,
         "plan": asdict(run.plan) | {"global_batch_size": run.plan.global_batch_size, "updates": run.plan.updates},
+        "planned": run.planned,
         "total_steps": run.total_steps,
         "lr": run.optimizer.param_groups[0]["lr"],
         "data": fingerprint(run),
@@ -182,13 +187,18 @@ def fingerprint(run: Run) -> dict[str, Any]:
 def prune(folder: Path, limit: int | None) -> None:
     """Remove the oldest checkpoints beyond `limit`."""
     for path in listed(folder)[: -limit if limit is not None else 0]:
-        shutil.rmtree(path)
+        # What cannot be removed now is tried again next time; the new one is whole.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def listed(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not, the oldest first."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", path.name))}
-    return [found[step] for step in sorted(found)]
+    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The update after which a checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
 
 
 # Finding and loading
@@ -211,15 +221,18 @@ def _find(config: Config) -> Checkpoint | None:
     where = config.resume_from_checkpoint
     if where is None:
         return None
-    path = Path(config.output_dir or "") if where == "auto" else Path(where)
+    path = Path(config.output_dir or "") if where == "auto" else Path(os.path.abspath(where))
+    if re.fullmatch(r"step_\d+", path.name) and path.parent.is_dir():
+        recover_folder(path)
     if where != "auto" and not path.is_dir():
         raise UserError(f"--resume {path}: there is no such folder: name a checkpoint, a run's folder, or auto")
     notes: list[str] = []
     if where != "auto" and re.fullmatch(r"step_\d+", path.name):
-        recover_folder(path)
         broken = problem(path)
         if broken is not None:
-            raise UserError(f"--resume {path}: the checkpoint is broken, {broken}: choose another, or --resume {path.parent.parent}")
+            raise UserError(
+                f"--resume {path}: the checkpoint is broken, {broken}: choose another, or --resume {run_folder(path) or 'a run'}"
+            )
     else:
         newest_whole = _newest(path / CHECKPOINTS, notes)
         if newest_whole is None and notes:
@@ -229,7 +242,7 @@ def _find(config: Config) -> Checkpoint | None:
         if newest_whole is None:
             return None
         path = newest_whole
-    if config.output_dir is None and path.parent.name != CHECKPOINTS:
+    if config.output_dir is None and run_folder(path) is None:
         raise UserError(f"--resume {path} is not in the {CHECKPOINTS} folder of a run, and so says not where to go on: add --output_dir")
     try:
         checkpoint = _load(path, notes)
@@ -366,15 +379,18 @@ def _differences(run: Run, state: dict[str, Any]) -> list[str]:
             "dealt out anew, each once; what is random inside the model (dropout) goes on from other seeds"
         )
     same_updates = (was["global_batch_size"], was["updates"]) == (plan.global_batch_size, plan.updates)
-    if not same_updates:
+    if same_updates:
+        run.planned = state["planned"] + (run.config.epochs - old["epochs"]) * plan.updates
+    else:
         epochs_left = run.config.epochs - train.epoch - 1
-        updates = train.step + plan.rest(train.consumed).updates + epochs_left * plan.updates
-        run.total_steps = max(train.step, planned_steps(run.config, updates))
+        run.planned = train.step + plan.rest(train.consumed).updates + epochs_left * plan.updates
+    run.total_steps = max(train.step, planned_steps(run.config, run.planned))
+    run.lr_plan = plan_lr(run.config, plan, run.total_steps)
+    if not same_updates:
         notes.append(
             f"global batch {was['global_batch_size']} -> {plan.global_batch_size}: {run.total_steps - train.step} updates are left; "
             "--global_batch_size keeps it for any number of processes"
         )
-        run.lr_plan = plan_lr(run.config, plan, run.total_steps)
     if run.total_steps != state["total_steps"] and run.config.lr_scheduler != "constant":
         notes.append(
             f"updates {state['total_steps']} -> {run.total_steps}: the learning rate is planned anew over all of them, "
@@ -398,17 +414,20 @@ def _restore_folder(run: Run, checkpoint: Checkpoint) -> None:
     if best.is_dir():
         temporary = beside(model)
         for file in best.iterdir():
-            link_or_copy(file, temporary / file.name)
+            (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, temporary / file.name)
         replace_folder(temporary, model)
     else:
         shutil.rmtree(model, ignore_errors=True)
-    if run.output_dir.resolve() != checkpoint.run_folder.resolve():
+    before = checkpoint.run_folder
+    if before is None or run.output_dir.resolve() != before.resolve():
         for name in ("metrics.jsonl", "train.log"):
-            if (checkpoint.run_folder / name).is_file():
-                shutil.copyfile(checkpoint.run_folder / name, run.output_dir / name)
+            if before is not None and (before / name).is_file():
+                shutil.copyfile(before / name, run.output_dir / name)
         return
-    paths = listed(checkpoint.path.parent)
-    for later in paths[paths.index(checkpoint.path) + 1 :]:
+    folder = run.output_dir / CHECKPOINTS
+    for leftover in folder.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for later in [path for path in listed(folder) if step_of(path) > step_of(checkpoint.path)]:
         aside = later.parent / SET_ASIDE / later.name
         aside.parent.mkdir(exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)

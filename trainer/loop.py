@@ -64,6 +64,8 @@ def fit(run: Run, hooks: HookList) -> None:
     run.processes.stops.training = True
     hooks.on_fit_start(run)
     settle(run)
+    # A resume of a run that had come to its end there has no epoch to count.
+    state.stop = state.stop or (run.max_steps_done and not state.consumed)
     while state.epoch < run.config.epochs and not state.stop and not state.interrupted:
         hooks.on_epoch_start(run)
         train_epoch(run, hooks)
@@ -78,14 +80,13 @@ def fit(run: Run, hooks: HookList) -> None:
         hooks.on_interrupt(run)
     else:
         hooks.on_fit_end(run)
-    run.processes.stops.training = False
 
 
 def train_epoch(run: Run, hooks: HookList) -> None:
     """One pass over this rank's share of the train split, or over what a resumed epoch still has of it."""
     state, rank = run.state, run.processes.rank
     start, plan = state.consumed, run.plan.rest(state.consumed)
-    state.stop = run.config.max_steps is not None and state.step >= run.config.max_steps
+    state.stop = run.max_steps_done
     if state.stop or not plan.micro_batches:
         resume_generators(run)
         return
@@ -116,7 +117,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
             state.step += 1
             state.samples += size
             hooks.on_step_end(run)
-        state.stop = run.config.max_steps is not None and state.step >= run.config.max_steps
+        state.stop = run.max_steps_done
         if interrupted(run) or state.stop:
             # Accelerate would keep a loader that is left early on its stack of active ones.
             run.train_loader.end()

@@ -20,6 +20,7 @@ from trainer.files import write_json, write_text
 from trainer.runtime import EXIT_FAILURE, Processes, UserError, disk_full, say
 from trainer.state import Run
 
+MODEL_FILES = {"model.safetensors", "config.json", "scaler.json"}
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
 
 
@@ -52,9 +53,10 @@ def create_output_dir(config: Config, processes: Processes, classes: tuple[str, 
 
 def _create(config: Config, checkpoint: Checkpoint | None, made: list[Path]) -> Path:
     """The run's folder; `made` gets it and the folders above it that were not there."""
-    folder = Path(config.output_dir) if config.output_dir is not None else checkpoint.run_folder if checkpoint is not None else None
+    before = checkpoint.run_folder if checkpoint is not None else None
+    folder = Path(config.output_dir) if config.output_dir is not None else before
     if folder is not None:
-        if checkpoint is None or folder.resolve() != checkpoint.run_folder.resolve():
+        if before is None or folder.resolve() != before.resolve():
             _refuse_held(folder, config)
         _make(folder, made)
         if not os.access(folder, os.W_OK):
@@ -93,7 +95,9 @@ def _refuse_held(folder: Path, config: Config) -> None:
     held = [name for name in RUN_FILES if (folder / name).exists()]
     if not held:
         return
-    if config.resume_from_checkpoint == "auto" and not (folder / "results.json").exists() and not has_checkpoint(folder):
+    begun = (folder / "config.yaml").exists() and not (folder / "results.json").exists() and not has_checkpoint(folder)
+    theirs = {path.name for path in (folder / MODEL).glob("*")} - MODEL_FILES
+    if config.resume_from_checkpoint == "auto" and begun and not theirs:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         return
@@ -138,14 +142,14 @@ def report_end(run: Run) -> None:
     def write(code: int, reason: str) -> None:
         # The main process may have written it before it was gone.
         if run.is_main or not (run.output_dir / "exit.json").exists():
-            write_exit(run.output_dir, code, reason, run.checkpoint is not None, run.state.step)
+            write_exit(run.output_dir, code, reason, has_checkpoint(run.output_dir), run.state.step)
 
     def leave(code: int, reason: str) -> None:
-        run.close()
-        with suppress(Exception):
+        if not processes.in_haste:
+            run.close()
             # After an error, what was begun is still finished; a failure of its own comes second.
-            run.writer.wait()
-            run.checkpoint = run.pending or run.checkpoint
+            with suppress(Exception):
+                run.writer.wait()
         # The main process; another one when that was killed.
         if run.is_main or (code and watch.speaks):
             write(code, reason)

@@ -92,6 +92,7 @@ class Processes:
         at_exit: called as `at_exit(code, reason)` on every rank when the command ends, whatever ends it.
         at_failure: called with the exception that ends this rank; tells the others of it, or returns the exit code and the sentence of
             the rank that is to blame for it, and whether this rank is the one to print it.
+        in_haste: the end waits for nothing: neither data workers nor a checkpoint that is being written.
         at_last: called when the process group has been left.
         started: when this process joined, `time.monotonic` seconds.
     """
@@ -102,6 +103,7 @@ class Processes:
     at_exit: list[Callable[[int, str], None]] = field(default_factory=list)
     at_failure: list[Callable[[BaseException], tuple[int, str, bool] | None]] = field(default_factory=list)
     at_last: list[Callable[[], None]] = field(default_factory=list)
+    in_haste: bool = False
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -146,6 +148,7 @@ class Processes:
 
         Raises:
             UserError: the first rank's user error, the same on all ranks.
+            Interrupted: a rank was asked to stop, and the training has not begun.
             PeerError: another rank failed otherwise; that rank re-raises its own exception.
         """
         failure: Exception | None = None
@@ -154,12 +157,16 @@ class Processes:
         except Exception as error:
             failure = disk_full(error) or error
         sentence = (type(failure), str(failure)) if isinstance(failure, UserError) else None
-        for rank, (failed, message) in enumerate(self.all_gather((failure is not None, sentence))):
+        outcomes = self.all_gather((failure is not None, sentence, self.stops.first_request()))
+        for rank, (failed, message, _) in enumerate(outcomes):
             if message is not None:
                 kind, text = message
                 raise (RunError if issubclass(kind, RunError) else UserError)(text, agreed=True)
             if failed:
                 raise failure if failure is not None else PeerError(f"rank {rank} failed")
+        request = next((request for _, _, request in outcomes if request is not None), None)
+        if request is not None and not self.stops.training:
+            raise Interrupted(request)
 
     def local_main_first(self, work: Callable[[], T]) -> T:
         """The result of `work` on every rank, local rank 0 of each host first, so that the others find its caches. A collective.
@@ -195,11 +202,11 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         SystemExit: the command did not end as asked; 2 for a user's mistake, 75 for a stop on request, 1 for anything else.
     """
     processes: Processes | None = None
-    code, reason = EXIT_DONE, "done"
+    code, reason = EXIT_FAILURE, "ended unexpectedly"
     stops = Stops()
     stops.install()
+    before = stopped_before()
     try:
-        before = stopped_before()
         if before is not None:
             raise Stopped(f"the launcher started the training again, but it had been stopped on request ({before}): nothing is done")
         config, mistake = None, None
@@ -214,16 +221,24 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
             raise mistake
         processes = join(stops)
         stops.at_once = lambda: end_at_once(processes)
+        stops.joined = processes.count > 1
         with processes.together():
             if mistake is not None:
                 raise mistake
         assert config is not None
-        body(config, processes)
+        try:
+            body(config, processes)
+        finally:
+            # On the way out a signal has nothing left to interrupt.
+            stops.training = True
+        code, reason = EXIT_DONE, "done"
     except (Stopped, Interrupted) as stop:
         code, reason = EXIT_STOPPED, str(stop) if isinstance(stop, Stopped) else f"{stop} before the training began"
         if _rank(processes) == 0:
             say(f"stopped: {reason}")
-        leave_marker(reason)
+        # An elastic launcher sends SIGTERM to the others when a worker has died: then it is right to start again.
+        if before is None and not (isinstance(stop, Interrupted) and str(stop) == "SIGTERM"):
+            leave_marker(reason)
     except KeyboardInterrupt:
         code, reason = EXIT_FAILURE, "interrupted"
         if _rank(processes) == 0:
@@ -234,7 +249,8 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         if processes is not None:
             try:
                 for leave in processes.at_exit:
-                    leave(code, reason)
+                    with suppress(OSError):
+                        leave(code, reason)
             finally:
                 processes.at_exit.clear()
                 leave_group(processes)
@@ -267,7 +283,8 @@ def explain_end(raised: Exception, processes: Processes | None) -> tuple[int, st
         if speaks:
             say(f"error: {sentence}")
         return code, sentence
-    traceback.print_exc()
+    with suppress(OSError):
+        traceback.print_exc()
     return EXIT_FAILURE, f"{type(error).__name__}: {error}"
 
 
@@ -287,6 +304,8 @@ def end_at_once(processes: Processes | None) -> None:
     import psutil
 
     say("stopped at once")
+    if processes is not None:
+        processes.in_haste = True
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()

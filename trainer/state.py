@@ -93,7 +93,8 @@ class Run:
         normalize: uint8 batch -> the model's input, on its device.
         sampler: the train loader's order and position.
         sync_bn_layers: BatchNorm layers converted to synchronised ones.
-        total_steps: updates that the run will do when the scaler skips none.
+        planned: updates of all epochs, when the scaler skips none.
+        total_steps: updates that the run will do: `planned`, or `max_steps`.
         finite: sees whether losses and gradients are finite.
         watch: knows where each rank is.
         output_dir: the run's folder, made by the main process.
@@ -116,6 +117,7 @@ class Run:
     sampler: EpochSampler
     lr_plan: LrPlan
     sync_bn_layers: int
+    planned: int
     total_steps: int
     state: TrainState
     window: Window
@@ -136,6 +138,10 @@ class Run:
     @property
     def is_main(self) -> bool:
         return self.processes.is_main
+
+    @property
+    def max_steps_done(self) -> bool:
+        return self.config.max_steps is not None and self.state.step >= self.config.max_steps
 
     def at(self, phase: str) -> None:
         """Tell the watch where this rank is; see `watch.PHASES`."""
@@ -193,7 +199,8 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
     train_loader = accelerator.prepare(train_loader)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader)
-    total = planned_steps(config, config.epochs * data.plan.updates)
+    planned = config.epochs * data.plan.updates
+    total = planned_steps(config, planned)
     return Run(
         config=config,
         processes=processes,
@@ -208,6 +215,7 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         sampler=sampler,
         lr_plan=plan_lr(config, data.plan, total),
         sync_bn_layers=converted,
+        planned=planned,
         total_steps=total,
         state=TrainState(loss_scale=loss_scale(accelerator)),
         window=Window(torch.zeros((), dtype=torch.float64, device=accelerator.device)),

@@ -36,13 +36,14 @@ class Stops:
     """What this rank wants to stop for, and what all ranks have agreed on.
 
     Attributes:
-        training: signals are noted for `agreed`; before, they raise `Interrupted` wherever the main thread is.
+        training: signals are noted for `agreed`; before, they raise `Interrupted` wherever the main thread is,
+        joined: or, with other ranks to consider, at the end of the next `Processes.together`.
         at_once: called, in a thread, when the user will not wait: a second SIGINT, or SIGTERM after SIGINT.
     """
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
-        self.training = False
+        self.training = self.joined = False
         self.at_once: Callable[[], None] = lambda: os._exit(1)
         self._arrived: list[int] = []
         self._group: Any = None
@@ -55,6 +56,10 @@ class Stops:
         """Ask all ranks to stop for one of REASONS. Not a collective."""
         assert reason in REASONS
         self.requests.add(reason)
+
+    def first_request(self) -> str | None:
+        """The most urgent reason that this rank has. Not a collective."""
+        return self._first([reason in self.requests for reason in REASONS])
 
     def join(self, group: Any) -> None:
         """Agree over `group`, a gloo group for this alone: its collectives run while the main thread is in other ones."""
@@ -70,7 +75,7 @@ class Stops:
         What the ranks say now is read at the next call, when it has long arrived: all of them stop at the same point, one call later.
         """
         if self._group is None:
-            return self._first([reason in self.requests for reason in REASONS])
+            return self.first_request()
         import torch.distributed as dist
 
         flags = self._finish()
@@ -112,6 +117,7 @@ class Stops:
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        parent = os.getppid()
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self._sockets = (ours, theirs)
@@ -122,7 +128,9 @@ class Stops:
         if launcher_is_parent() and hasattr(ctypes, "CDLL") and sys.platform == "linux":
             self._previous[DEATH_SIGNAL] = signal.signal(DEATH_SIGNAL, self._interrupt)
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(DEATH_SIGNAL), 0, 0, 0)
-        threading.Thread(target=self._listen, args=(ours, os.getppid()), name="stop signals", daemon=True).start()
+            if os.getppid() != parent:
+                self.request(LAUNCHER_DIED)
+        threading.Thread(target=self._listen, args=(ours, parent), name="stop signals", daemon=True).start()
 
     def remove(self) -> None:
         """Give the signals back."""
@@ -130,6 +138,7 @@ class Stops:
             return
         if DEATH_SIGNAL in self._previous:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        self.training = self.joined = False
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -139,7 +148,7 @@ class Stops:
         self._sockets = None
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if not self.training:
+        if not self.training and not self.joined:
             raise Interrupted(LAUNCHER_DIED if number == DEATH_SIGNAL else signal.Signals(number).name)
 
     def _listen(self, received: socket.socket, parent: int) -> None:

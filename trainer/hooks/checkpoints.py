@@ -1,7 +1,7 @@
 """When a checkpoint is written."""
 
 from trainer.agreement import await_checkpoint, settle
-from trainer.checkpoint import save
+from trainer.checkpoint import CHECKPOINTS, save
 from trainer.hooks.base import Hook, HookList
 from trainer.state import Run
 
@@ -19,13 +19,13 @@ class Checkpoints(Hook):
         self.ended_inside = False
 
     def on_fit_start(self, run: Run) -> None:
-        if run.checkpoint is not None:
+        if run.checkpoint is not None and run.checkpoint.parent.resolve() == (run.output_dir / CHECKPOINTS).resolve():
             self.saved = self.position(run)
+        self.look(run)
 
     def on_step_end(self, run: Run) -> None:
         every, step = run.config.checkpointing_steps, run.state.step
-        # An epoch that max_steps ends inside is evaluated and counted, but a resume with more steps goes on inside it.
-        self.ended_inside = step == run.config.max_steps and run.plan.rest(run.state.consumed).micro_batches > 0
+        self.look(run)
         if self.ended_inside or (isinstance(every, int) and step % every == 0):
             self.save(run)
 
@@ -41,6 +41,11 @@ class Checkpoints(Hook):
         if not self.ended_inside:
             self.save(run)
         await_checkpoint(run)
+
+    def look(self, run: Run) -> None:
+        """An epoch that max_steps ends inside is evaluated and counted, but a resume with more steps goes on inside it."""
+        consumed = run.state.consumed
+        self.ended_inside = run.max_steps_done and consumed > 0 and run.plan.rest(consumed).micro_batches > 0
 
     def save(self, run: Run) -> None:
         """A collective, also where it does not write."""

@@ -1,9 +1,11 @@
 """What the user reads: the block before training, log lines, train.log, metrics.jsonl, results.json; once, from the main process."""
 
 import json
+import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +30,7 @@ class Log(Hook):
     def __init__(self) -> None:
         self.entries = 0
         self.seconds = self.train_seconds = 0.0
+        self.training_since: float | None = None
         self.fit_start = time.perf_counter()
 
     def on_fit_start(self, run: Run) -> None:
@@ -43,7 +46,7 @@ class Log(Hook):
         """What metrics.jsonl has in it, and the time up to here, also before a resume."""
         if self.entries:
             flush(Path(self.numbers.name))
-        return {"entries": self.entries, "seconds": self.elapsed(), "train_seconds": self.train_seconds}
+        return {"entries": self.entries, "seconds": self.elapsed(), "train_seconds": self.trained()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.entries, self.seconds, self.train_seconds = state["entries"], state["seconds"], state["train_seconds"]
@@ -53,17 +56,20 @@ class Log(Hook):
         return self.seconds + time.perf_counter() - self.fit_start
 
     def on_epoch_start(self, run: Run) -> None:
-        self.start = self.epoch_start = time.perf_counter()
+        self.start = self.training_since = time.perf_counter()
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step % run.config.log_interval == 0:
             self.log_training(run)
 
     def on_eval_start(self, run: Run) -> None:
-        if run.window.samples:
-            self.log_training(run)
-        self.train_seconds += time.perf_counter() - self.epoch_start
+        self.log_training(run)
+        self.train_seconds, self.training_since = self.trained(), None
         self.eval_start = time.perf_counter()
+
+    def trained(self) -> float:
+        """Seconds of training alone, with those of the epoch in progress."""
+        return self.train_seconds + (time.perf_counter() - self.training_since if self.training_since is not None else 0.0)
 
     def log_training(self, run: Run) -> None:
         """One training line. A collective: every rank calls it at the same step."""
@@ -71,6 +77,9 @@ class Log(Hook):
         state, window = run.state, run.window
         sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples)])
         loss, samples = run.accelerator.reduce(sums, "sum").tolist()
+        # All ranks know it now: what one of them has in its window, after a resume on more processes, the others need not have.
+        if not samples:
+            return
         now = time.perf_counter()
         seconds = max(now - self.start, 1e-9)
         if run.is_main:
@@ -159,8 +168,10 @@ class Log(Hook):
         )
 
     def close(self, code: int, reason: str) -> None:
-        self.lines.close()
-        self.numbers.close()
+        for file in (self.lines, self.numbers):
+            # On a full disk, what could not be written fails once more.
+            with suppress(OSError):
+                file.close()
 
     def on_interrupt(self, run: Run) -> None:
         if run.is_main:
@@ -176,6 +187,8 @@ class Log(Hook):
 
     def record(self, entry: dict[str, Any]) -> None:
         self.entries += 1
+        # NaN is no JSON.
+        entry = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
         print(json.dumps(entry), file=self.numbers, flush=True)
 
 
@@ -183,10 +196,12 @@ def reopen(path: Path, entries: int) -> IO[str]:
     """The file at the end of its first `entries` lines; what follows them, a torn line too, is cut off."""
     file = path.open("a+", encoding="utf-8")
     file.seek(0)
+    end = 0
     for _ in range(entries):
         if not file.readline().endswith("\n"):
             break
-    file.truncate(file.tell())
+        end = file.tell()
+    file.truncate(end)
     return file
 
 

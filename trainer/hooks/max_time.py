@@ -11,7 +11,7 @@ from trainer.stops import MAX_TIME
 
 
 class MaxTime(Hook):
-    """Asks for a stop, with a checkpoint, when `max_time` has passed since the command started, by the main process's clock."""
+    """Asks for a stop, with a checkpoint, when `max_time` has passed since the processes met, by the main process's clock."""
 
     def on_fit_start(self, run: Run) -> None:
         limit = run.config.max_time if run.is_main else None

@@ -1,5 +1,6 @@
 """The best epoch's model, written by one process."""
 
+from trainer.agreement import check_tensors
 from trainer.export import save_model
 from trainer.hooks.base import Hook
 from trainer.state import Run
@@ -14,6 +15,7 @@ class SaveOnMain(Hook):
         # All ranks know the best epoch; a full disk ends them together.
         with run.processes.together():
             if run.is_main:
+                check_tensors(run)
                 self.save(run)
 
     def save(self, run: Run) -> None:

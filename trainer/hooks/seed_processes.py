@@ -14,4 +14,6 @@ class SeedProcesses(Hook):
     """
 
     def on_epoch_start(self, run: Run) -> None:
-        seed_process(derive_seed(run.config.seed, "process", run.state.epoch, run.processes.rank))
+        # Inside an epoch: for ranks that were not there before a resume; the others get their own states back.
+        inside = (run.state.consumed,) if run.state.consumed else ()
+        seed_process(derive_seed(run.config.seed, "process", run.state.epoch, run.processes.rank, *inside))
