@@ -40,7 +40,7 @@ def test_a_stopped_rank(tmp_path: Path, ids: Path, rank: int) -> None:
     assert f"rank {rank} is missing: last seen in " in errors
     assert f"rank {1 - rank} waits in " in errors
     assert f"error: {end['reason']}" in (tmp_path / "run" / "train.log").read_text()
-    assert all("train_epoch" in (tmp_path / "run" / "logs" / f"rank_{r}.log").read_text() for r in range(2))
+    assert all("in fit" in (tmp_path / "run" / "logs" / f"rank_{r}.log").read_text() for r in range(2))
     assert seconds < 20
 
 

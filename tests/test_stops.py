@@ -109,10 +109,13 @@ def to_worker(number: signal.Signals, rank: int) -> Any:
     return lambda launcher, workers: workers[rank].send_signal(number)
 
 
+TERM = to_launcher(signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("strike", "reason", "variables"),
     [
-        (to_launcher(signal.SIGTERM), "SIGTERM", {}),
+        (TERM, "SIGTERM", {}),
         (to_launcher(signal.SIGINT), "SIGINT", {}),
         # As slurm.sbatch exports it.
         (to_launcher(signal.SIGUSR1), "SIGUSR1", {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}),
@@ -124,7 +127,9 @@ def to_worker(number: signal.Signals, rank: int) -> Any:
     ids=["term", "int", "usr1", "kill", "term to 1", "usr1 to 0", "int to 1"],
 )
 def test_two_processes(tmp_path: Path, ids: Path, strike: Any, reason: str, variables: dict[str, str]) -> None:
-    code, end, _, errors = stopped_launch(tmp_path, TWO, ids, 2, strike, variables)
+    # With data workers: launchers signal the whole process group of a rank.
+    flags = (*ENDLESS, "--num_workers", "1") if strike is TERM else ENDLESS
+    code, end, _, errors = stopped_launch(tmp_path, TWO, ids, 2, strike, variables, flags)
     assert code != 0
     check_stop(tmp_path, end, errors, reason)
 

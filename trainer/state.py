@@ -153,8 +153,12 @@ class Run:
             loader = getattr(loader, "base_dataloader", loader)
             # An exception's frames can hold the iterator too; and a launcher's SIGTERM may have reached its workers already.
             if hasattr(loader._iterator, "_shutdown_workers"):
+                workers = list(loader._iterator._workers)
                 with suppress(RuntimeError):
                     loader._iterator._shutdown_workers()
+                # torch's SIGTERM to one that is stuck is ignored like any other, and Python would wait for it when it ends.
+                for worker in workers:
+                    worker.kill()
             loader._iterator = None
 
 

@@ -170,12 +170,18 @@ class Stops:
                 self.at_once()
 
 
-def ignore_stop_signals(worker: int = 0) -> None:
-    """For a data worker process: a Ctrl-C, which the terminal sends to all processes, is its trainer's to answer."""
+def leave_signals_to_trainer(worker: int = 0) -> None:
+    """For a data worker process: stop signals are its trainer's to answer, whose death is its own end.
+
+    A terminal, torchrun and Slurm send them to whole groups of processes; a worker that died of one would end the training with an error
+    before it could stop in order. `Run.close` kills what does not end by itself.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _in_a_fork() -> None:

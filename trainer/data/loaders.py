@@ -12,7 +12,7 @@ from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
 from trainer.data.transforms import pixel_statistics
 from trainer.runtime import Processes, UserError
-from trainer.stops import ignore_stop_signals
+from trainer.stops import leave_signals_to_trainer
 
 DEFAULT_BATCH_SIZE = 32
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
@@ -112,7 +112,7 @@ def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLo
         "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
-        "worker_init_fn": ignore_stop_signals,
+        "worker_init_fn": leave_signals_to_trainer,
     }
     sampler = EpochSampler(len(data.train), config.seed)
     train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)
