@@ -15,6 +15,7 @@ from tests.helpers import write_ids
 from tests.ranks import Ranks, alone
 from tests.sessions import Session, StopAt, session
 from trainer.checkpoint import listed
+from trainer.checkpoint import run_folder as run_folder_of
 from trainer.files import problem, write_manifest
 from trainer.hooks.base import Hook
 from trainer.runtime import UserError
@@ -451,3 +452,12 @@ def test_leftovers_of_killed_saves_go(ids: Path, run_folder: Path) -> None:
     shutil.copytree(run_folder / "checkpoints" / "step_00000035", run_folder / "checkpoints" / ".step_00000037.tmp")
     train(ids, run_folder, **AUTO)
     assert not list((run_folder / "checkpoints").glob(".*"))
+
+
+def test_a_path_from_inside_the_run(ids: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_folder / "checkpoints")
+    assert run_folder_of(Path("step_00000010")) == run_folder
+    assert run_folder_of(Path("set_aside", "step_00000010")) == run_folder
+    assert run_folder_of(Path("/somewhere/step_5")) is None
+    monkeypatch.chdir(run_folder)
+    assert run_folder_of(Path("checkpoints", "step_00000010")) == Path(".")

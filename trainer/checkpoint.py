@@ -69,9 +69,13 @@ class Checkpoint:
 
 
 def run_folder(path: Path) -> Path | None:
-    """The folder of the run that a checkpoint's path is in."""
-    parent = path.parent.parent if path.parent.name == SET_ASIDE else path.parent
-    return parent.parent if parent.name == CHECKPOINTS else None
+    """The folder of the run that a checkpoint's path is in; None when it is in none."""
+    # As it was written, where that tells: it will stand in messages.
+    for place in (path, Path(os.path.abspath(path))):
+        parent = place.parent.parent if place.parent.name == SET_ASIDE else place.parent
+        if parent.name == CHECKPOINTS:
+            return parent.parent
+    return None
 
 
 # Writing
@@ -221,7 +225,7 @@ def _find(config: Config) -> Checkpoint | None:
     where = config.resume_from_checkpoint
     if where is None:
         return None
-    path = Path(config.output_dir or "") if where == "auto" else Path(os.path.abspath(where))
+    path = Path(config.output_dir or "") if where == "auto" else Path(where)
     if re.fullmatch(r"step_\d+", path.name) and path.parent.is_dir():
         recover_folder(path)
     if where != "auto" and not path.is_dir():

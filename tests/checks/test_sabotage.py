@@ -95,7 +95,7 @@ def own_run(processes: Processes, folder: Path, out: Path, forgotten: str) -> Re
         "SetEpoch": (SetEpoch, "on_epoch_start", lambda self, run: run.train_loader.set_epoch(0)),
         "SeedProcesses": (SeedProcesses, "on_epoch_start", lambda self, run: seed_process(run.config.seed)),
         "GatherMetrics": (run.accelerator, "gather_for_metrics", run.accelerator.gather),
-        "restore": (checkpoint, "restore", lambda run, found: None),
+        "restore": (checkpoint, "restore", lambda run, found, load_hooks: None),
         "SaveOnMain": (Run, "is_main", True),
     }
     with messengers() as own, patch.object(*spoils[forgotten]) if forgotten in spoils else nullcontext():
