@@ -63,7 +63,6 @@ class Session:
     metrics: list[dict[str, Any]]
     notes: list[str]
     interrupted: str | None
-    losses: list[float]
 
 
 class Dropout(nn.Module):
@@ -107,7 +106,6 @@ def session(
     torch.manual_seed(1)
     run = build_run(config, processes, data, accelerator, Dropout())
     order: list[tuple[int, list[int]]] = []
-    losses: list[float] = []
     normalize = run.normalize
 
     class Recorder(nn.Module):
@@ -142,7 +140,6 @@ def session(
         [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries],
         run.resume_notes,
         run.state.interrupted,
-        losses,
     )
 
 

@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers import write_ids
-from tests.launching import ACCELERATE, CONFIGS, MAIN, Launch, finish, started
-from tests.test_stops import wait_for, workers_of
+from tests.launching import MAIN, Launch, finish, started
+from tests.test_stops import TWO, wait_for, workers_of
 from trainer.checkpoint import listed
 from trainer.files import problem
 
-TWO = (*ACCELERATE, "--config_file", CONFIGS / "multi_cpu.yaml")
 FLAGS = ("--epochs", "20", "--batch_size", "4", "--eval_batch_size", "8", "--log_interval", "5", "--checkpointing_steps", "5")
 
 

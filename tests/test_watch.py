@@ -89,20 +89,21 @@ def with_workers(processes: Processes, watch: Watch) -> None:
     keep_moving(processes, watch)
 
 
-def raises(processes: Processes, watch: Watch) -> None:
+def rank_1_raises(processes: Processes, watch: Watch) -> None:
     for number in range(6):
         step(processes, watch, number)
     if processes.rank == 1:
         raise ValueError("the label 11 is not a class")
+
+
+def raises(processes: Processes, watch: Watch) -> None:
+    rank_1_raises(processes, watch)
     keep_moving(processes, watch)
 
 
 def raises_while_others_block(processes: Processes, watch: Watch) -> None:
     """As with nccl, where nothing is raised in the others."""
-    for number in range(6):
-        step(processes, watch, number)
-    if processes.rank == 1:
-        raise ValueError("the label 11 is not a class")
+    rank_1_raises(processes, watch)
     time.sleep(FOREVER)
 
 

@@ -11,7 +11,6 @@
 Accelerate's save_state is not used: it executes pickles when it loads, leaves the position in the epoch out, and is not atomic.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from trainer.agreement import await_checkpoint, check_tensors, newest_checkpoint
 from trainer.config import Config
-from trainer.export import contiguous, write_tensors
-from trainer.files import MANIFEST, beside, link_or_copy, problem, recover_folder, replace_folder, write_json, write_manifest
+from trainer.export import contiguous, take_over, write_tensors
+from trainer.files import MANIFEST, beside, problem, recover_folder, replace_folder, write_json, write_manifest
 from trainer.optim import plan_lr
 from trainer.runtime import Processes, RunError, UserError, disk_full
 from trainer.seeding import generator_states
@@ -37,6 +36,7 @@ from trainer.state import Run, TrainState, planned_steps
 
 CHECKPOINTS, SET_ASIDE, MODEL = "checkpoints", "set_aside", "model"
 VERSION = 1
+NAME = re.compile(r"step_\d+")
 # Another value makes the checkpoint useless: the weights or the optimizer's state would not fit, or the order of the epoch not be the same.
 FIXED = ("model", "optimizer", "seed", "normalize")
 # Says where, not what, is trained.
@@ -106,7 +106,10 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
             state, intact = describe_state(run, hooks), newest_checkpoint(run)
             with _named(folder, intact):
                 temporary = beside(folder)
-                link_best(run.output_dir / MODEL, temporary)
+                if (run.output_dir / MODEL).is_dir():
+                    # A better epoch will replace it there.
+                    (temporary / "best").mkdir()
+                    take_over(run.output_dir / MODEL, temporary / "best")
             limit = run.config.save_total_limit
             run.writer.start(lambda: _write(folder, temporary, files, state, limit, intact))
     run.pending = folder
@@ -135,17 +138,6 @@ def _write(
         prune(folder.parent, limit)
 
 
-def link_best(model: Path, temporary: Path) -> None:
-    """Keep output_dir/model, which a better epoch will replace, in the checkpoint."""
-    if model.is_dir():
-        (temporary / "best").mkdir()
-        # The small files are the user's to edit; others that lie there are not the model's.
-        link_or_copy(model / "model.safetensors", temporary / "best" / "model.safetensors")
-        for name in ("config.json", "scaler.json"):
-            if (model / name).is_file():
-                shutil.copyfile(model / name, temporary / "best" / name)
-
-
 def describe_state(run: Run, hooks: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """state.json."""
     scaler, train = run.accelerator.scaler, asdict(run.state)
@@ -162,7 +154,7 @@ def describe_state(run: Run, hooks: dict[str, dict[str, Any]]) -> dict[str, Any]
         "planned": run.planned,
         "total_steps": run.total_steps,
         "lr": run.optimizer.param_groups[0]["lr"],
-        "data": fingerprint(run),
+        "data": run.data.fingerprint,
     }
 
 
@@ -177,17 +169,6 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
     return tensors
 
 
-def fingerprint(run: Run) -> dict[str, Any]:
-    """What the positions in an epoch refer to."""
-    return {
-        "train": len(run.data.train),
-        "test": len(run.data.test),
-        "classes": list(run.data.classes),
-        "shape": list(run.data.train.shape),
-        "labels": hashlib.sha256(run.data.train.labels.numpy().tobytes()).hexdigest()[:12],
-    }
-
-
 def prune(folder: Path, limit: int | None) -> None:
     """Remove the oldest checkpoints beyond `limit`."""
     for path in listed(folder)[: -limit if limit is not None else 0]:
@@ -197,7 +178,7 @@ def prune(folder: Path, limit: int | None) -> None:
 
 def listed(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not, the oldest first."""
-    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of)
+    return sorted((path for path in folder.glob("step_*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -226,12 +207,13 @@ def _find(config: Config) -> Checkpoint | None:
     if where is None:
         return None
     path = Path(config.output_dir or "") if where == "auto" else Path(where)
-    if re.fullmatch(r"step_\d+", path.name) and path.parent.is_dir():
+    named = NAME.fullmatch(path.name) is not None and where != "auto"
+    if named and path.parent.is_dir():
         recover_folder(path)
     if where != "auto" and not path.is_dir():
         raise UserError(f"--resume {path}: there is no such folder: name a checkpoint, a run's folder, or auto")
     notes: list[str] = []
-    if where != "auto" and re.fullmatch(r"step_\d+", path.name):
+    if named:
         broken = problem(path)
         if broken is not None:
             raise UserError(
@@ -324,7 +306,7 @@ def restore(run: Run, checkpoint: Checkpoint, load_hooks: Callable[[dict[str, An
 
 
 def _changed_data(run: Run, was: dict[str, Any]) -> list[str]:
-    data = fingerprint(run)
+    data = run.data.fingerprint
     return [f"{name} {was[name]} -> {data[name]}" for name in data if was[name] != data[name]]
 
 
@@ -417,8 +399,7 @@ def _restore_folder(run: Run, checkpoint: Checkpoint) -> None:
     recover_folder(model)
     if best.is_dir():
         temporary = beside(model)
-        for file in best.iterdir():
-            (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, temporary / file.name)
+        take_over(best, temporary)
         replace_folder(temporary, model)
     else:
         shutil.rmtree(model, ignore_errors=True)

@@ -1,6 +1,7 @@
 """The exported model, output_dir/model: written as a whole, loaded without executing anything."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from trainer.files import beside, replace_folder, write_json
+from trainer.files import beside, link_or_copy, replace_folder, write_json
 from trainer.models.build import build_model
 from trainer.runtime import UserError
+
+MODEL_FILES = ("model.safetensors", "config.json", "scaler.json")
 
 
 def contiguous(module: nn.Module) -> dict[str, Tensor]:
@@ -42,6 +45,15 @@ def save_model(folder: Path, module: nn.Module, config: dict[str, Any], scaler: 
         write_json(temporary / "scaler.json", scaler)
     # The checkpoint that follows shares these files, and flushes them.
     replace_folder(temporary, folder, to_disk=False)
+
+
+def take_over(source: Path, target: Path) -> None:
+    """Fill the folder `target` with the model of `source`: the weights, which nobody edits, shared on the disk, the small files copied."""
+    weights, *small = MODEL_FILES
+    link_or_copy(source / weights, target / weights)
+    for name in small:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -48,41 +48,39 @@ class Finite:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.finding: Finding | None = None
-        self._waiting: deque[tuple[Update, Tensor, Any]] = deque()
+        self._waiting: deque[tuple[Update, Tensor, bool, Any]] = deque()
 
     def see(self, update: Update, losses: list[Tensor], grad_norm: Tensor | None) -> None:
         """Look at an update's losses, one for each micro-batch, and its gradient norm, all ()."""
         if self.device.type == "cpu":
-            self._judge(
-                update, [*(float(loss) for loss in losses), math.nan if grad_norm is None else float(grad_norm)], grad_norm is not None
-            )
+            self._judge(update, [float(loss) for loss in losses], None if grad_norm is None else float(grad_norm))
             return
-        numbers = torch.stack([*(loss.float() for loss in losses), *([] if grad_norm is None else [grad_norm.float()])])
+        numbers = torch.stack([number.float() for number in (*losses, *([] if grad_norm is None else [grad_norm]))])
         copy = torch.empty(numbers.shape, dtype=torch.float32, pin_memory=True)
         copy.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._waiting.append((update, copy, (arrived, grad_norm is not None)))
-        while self._waiting and self._waiting[0][2][0].query():
+        self._waiting.append((update, copy, grad_norm is not None, arrived))
+        while self._waiting and self._waiting[0][-1].query():
             self._read()
 
     def flush(self) -> None:
         """Look at what has not arrived yet; waits for the device."""
         while self._waiting:
-            self._waiting[0][2][0].synchronize()
+            self._waiting[0][-1].synchronize()
             self._read()
 
     def _read(self) -> None:
-        update, copy, (_, has_norm) = self._waiting.popleft()
+        update, copy, has_norm, _ = self._waiting.popleft()
         numbers = copy.tolist()
-        self._judge(update, numbers if has_norm else [*numbers, math.nan], has_norm)
+        norm = numbers.pop() if has_norm else None
+        self._judge(update, numbers, norm)
 
-    def _judge(self, update: Update, numbers: list[float], has_norm: bool) -> None:
-        *losses, norm = numbers
+    def _judge(self, update: Update, losses: list[float], norm: float | None) -> None:
         total = sum(losses)
-        wrong = "the loss" if not math.isfinite(total) else "the gradient norm" if has_norm and not math.isfinite(norm) else None
+        wrong = "the loss" if not math.isfinite(total) else "the gradient norm" if norm is not None and not math.isfinite(norm) else None
         if wrong is not None:
-            self.find(Finding(update, total / len(losses), norm if has_norm else None, f"{wrong} is not finite"))
+            self.find(Finding(update, total / len(losses), norm, f"{wrong} is not finite"))
 
     def find(self, finding: Finding) -> None:
         """Keep the first finding only: what follows it is its consequence."""

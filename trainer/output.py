@@ -16,11 +16,11 @@ import yaml
 
 from trainer.checkpoint import CHECKPOINTS, MODEL, Checkpoint, has_checkpoint
 from trainer.config import Config
+from trainer.export import MODEL_FILES
 from trainer.files import write_json, write_text
 from trainer.runtime import EXIT_FAILURE, Processes, UserError, disk_full, say
 from trainer.state import Run
 
-MODEL_FILES = {"model.safetensors", "config.json", "scaler.json"}
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
 
 
@@ -96,7 +96,7 @@ def _refuse_held(folder: Path, config: Config) -> None:
     if not held:
         return
     begun = (folder / "config.yaml").exists() and not (folder / "results.json").exists() and not has_checkpoint(folder)
-    theirs = {path.name for path in (folder / MODEL).glob("*")} - MODEL_FILES
+    theirs = {path.name for path in (folder / MODEL).glob("*")} - set(MODEL_FILES)
     if config.resume_from_checkpoint == "auto" and begun and not theirs:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(folder / MODEL, ignore_errors=True)

@@ -23,7 +23,7 @@ LAUNCHER_DIED, MAX_TIME, EARLY_STOPPING = "the launcher ended", "--max_time", "-
 REASONS = (NOT_FINITE, NOT_WRITTEN, "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", LAUNCHER_DIED, MAX_TIME, EARLY_STOPPING)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The kernel sends it when the launcher dies; nothing else uses it, so that it is never taken for a user's signal.
-DEATH_SIGNAL = signal.SIGRTMIN + 7
+DEATH_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 PR_SET_PDEATHSIG = 1
 LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "torch.distributed.run", "torch.distributed.launch")
 
@@ -76,22 +76,24 @@ class Stops:
         """
         if self._group is None:
             return self.first_request()
-        import torch.distributed as dist
-
-        flags = self._finish()
-        now = self._flags()
-        self._pending = (dist.all_reduce(now, op=dist.ReduceOp.MAX, group=self._group, async_op=True), now)
-        return self._first(flags)
+        before = self._finish()
+        self._begin()
+        return self._first(before)
 
     def agreed_now(self) -> str | None:
         """The most urgent reason that any rank has; a collective that waits."""
-        before = self.agreed()
-        return self._first([a or b for a, b in zip(self._wanted(before), self._finish(), strict=True)])
+        if self._group is None:
+            return self.first_request()
+        before = self._finish()
+        self._begin()
+        return self._first([a or b for a, b in zip(before, self._finish(), strict=True)])
 
-    def _flags(self) -> Any:
+    def _begin(self) -> None:
         import torch
+        import torch.distributed as dist
 
-        return torch.tensor([reason in self.requests for reason in REASONS], dtype=torch.uint8)
+        flags = torch.tensor([reason in self.requests for reason in REASONS], dtype=torch.uint8)
+        self._pending = (dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
 
     def _finish(self) -> list[bool]:
         if self._pending is None:
@@ -100,10 +102,6 @@ class Stops:
         self._pending = None
         work.wait()
         return [bool(flag) for flag in flags.tolist()]
-
-    @staticmethod
-    def _wanted(reason: str | None) -> list[bool]:
-        return [known == reason for known in REASONS]
 
     @staticmethod
     def _first(flags: list[bool]) -> str | None:
@@ -125,9 +123,9 @@ class Stops:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._interrupt)
-        if launcher_is_parent() and hasattr(ctypes, "CDLL") and sys.platform == "linux":
+        if launcher_is_parent() and DEATH_SIGNAL is not None:
             self._previous[DEATH_SIGNAL] = signal.signal(DEATH_SIGNAL, self._interrupt)
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(DEATH_SIGNAL), 0, 0, 0)
+            ask_for_signal_at_parents_death(DEATH_SIGNAL)
             if os.getppid() != parent:
                 self.request(LAUNCHER_DIED)
         threading.Thread(target=self._listen, args=(ours, parent), name="stop signals", daemon=True).start()
@@ -137,7 +135,7 @@ class Stops:
         if self._sockets is None:
             return
         if DEATH_SIGNAL in self._previous:
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+            ask_for_signal_at_parents_death(0)
         self.training = self.joined = False
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
@@ -180,8 +178,13 @@ def leave_signals_to_trainer(worker: int = 0) -> None:
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        ask_for_signal_at_parents_death(signal.SIGKILL)
+
+
+def ask_for_signal_at_parents_death(number: int) -> None:
+    """Have the kernel send this process `number` when its parent dies; 0 for none. On Linux only; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def _in_a_fork() -> None:

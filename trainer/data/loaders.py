@@ -1,6 +1,8 @@
 """The data of a run: decoded, measured, cut into batches, ready for `Accelerator.prepare`."""
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -38,6 +40,17 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     plan: BatchPlan
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the positions in an epoch refer to, for a resume to compare; made once."""
+        return {
+            "train": len(self.train),
+            "test": len(self.test),
+            "classes": list(self.classes),
+            "shape": list(self.train.shape),
+            "labels": hashlib.sha256(self.train.labels.numpy().tobytes()).hexdigest()[:12],
+        }
 
 
 def load_data(config: Config, processes: Processes, transform: Transform | None = None) -> Data:
