@@ -151,6 +151,7 @@ UNITS = (
     "processes",
     "learning rate",
     "0..1",
+    "alpha",
     "L2 norm",
     "the optimizer",
     "number that",
@@ -197,7 +198,7 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--gpu=0", "--gpu is not a flag of the trainer: choose GPUs with `accelerate launch --gpu_ids 0,1 trainer/main.py`"),
         ("--epochs", "--epochs needs a value: a whole number"),
         ("-b --epochs 3", "--batch_size needs a value: a whole number"),
-        ("--optimizer", "--optimizer needs a value: one of sgd, adam, adamw"),
+        ("--optimizer", "--optimizer needs a value: one of sgd, adam, adamw, nadam, radam, adamax, rmsprop, adagrad, adadelta"),
         ("--config", "--config needs a value: a recipe"),
         ("--config --epochs 3", "--config needs a value: a recipe"),
         ("--lr=", "--lr must be a number, but is ''"),
@@ -208,7 +209,7 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--batch_size 8.5", "--batch_size must be a whole number, but is '8.5'"),
         ("--tf32 maybe", "--tf32 must be true or false, but is 'maybe'"),
         ("--checkpointing_steps often", "--checkpointing_steps must be a whole number or epoch, but is 'often'"),
-        ("--optimizer SGD", "--optimizer must be one of sgd, adam, adamw, but is 'SGD'"),
+        ("--optimizer SGD", "--optimizer must be one of sgd, adam, adamw, nadam, radam, adamax, rmsprop, adagrad, adadelta, but is 'SGD'"),
         ("--sync_bn true", "--sync_bn must be one of auto, on, off, but is 'true'"),
         ("--mixed_precision fp32", "--mixed_precision must be one of no, fp16, bf16, fp8, but is 'fp32'"),
         ("--mixed_precision NO", "--mixed_precision must be one of no, fp16, bf16, fp8, but is 'NO'"),
@@ -218,6 +219,14 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--lr 0", "--lr must be above 0, but is 0"),
         ("--max_grad_norm 0", "--max_grad_norm must be above 0, but is 0"),
         ("--momentum 1.1", "--momentum must be between 0 and 1, but is 1.1"),
+        ("--lr_gamma 0", "--lr_gamma must be above 0, but is 0"),
+        ("--label_smoothing 1.5", "--label_smoothing must be between 0 and 1, but is 1.5"),
+        ("--nesterov", "--nesterov needs --optimizer sgd and a --momentum above 0: change them, or leave it out"),
+        (
+            "--nesterov --optimizer sgd --momentum 0",
+            "--nesterov needs --optimizer sgd and a --momentum above 0: change them, or leave it out",
+        ),
+        ("--min_lr 0.1 --lr 0.01", "--min_lr 0.1 is above --lr 0.01, from which the rate falls: lower it"),
         ("--num_workers -1", "--num_workers must be at least 0, but is -1"),
         ("--seed -1", "--seed must be between 0 and 9223372036854775807, but is -1"),
         ("--seed 9223372036854775808", "--seed must be between 0 and 9223372036854775807, but is 9223372036854775808"),
@@ -340,6 +349,10 @@ def a_config(generator: random.Random) -> Config:
             values[name] = generator.choice(texts)
     if values.get("global_batch_size"):
         values.pop("scale_lr", None)
+    if values.get("optimizer") != "sgd" or not values.get("momentum", 1):
+        values.pop("nesterov", None)
+    if values.get("min_lr", 0) > values.get("lr", Config.lr):
+        del values["min_lr"]
     # The two cannot be told from an unset folder, on the command line either.
     for name in ("output_dir", "resume_from_checkpoint"):
         if values.get(name) in ("null", "~"):

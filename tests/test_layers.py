@@ -18,7 +18,7 @@ LAYERS = [
     {"files", "finite", "watch", "writer"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
-    {"optim"},
+    {"optim", "ema"},
     {"state"},
     {"agreement"},
     {"export"},

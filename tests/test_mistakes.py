@@ -314,7 +314,9 @@ MISTAKES: dict[str, Mistake] = {
     "the tutorial's --gpu": Mistake("--gpu 0,1", "--gpu", "`accelerate launch --gpu_ids 0,1 trainer/main.py`"),
     "missing value": Mistake("--epochs", "--epochs", "needs a value: a whole number"),
     "wrong type": Mistake("--lr fast", "'fast'", "--lr must be a number"),
-    "wrong word": Mistake("--optimizer sdg", "'sdg'", "--optimizer must be one of sgd, adam, adamw"),
+    "wrong word": Mistake(
+        "--optimizer sdg", "'sdg'", "--optimizer must be one of sgd, adam, adamw, nadam, radam, adamax, rmsprop, adagrad, adadelta"
+    ),
     "neither true nor false": Mistake("--tf32 maybe", "'maybe'", "--tf32 must be true or false"),
     "out of range": Mistake("--epochs 0", "but is 0", "--epochs must be at least 1"),
     "nan": Mistake("--lr nan", "'nan'", "--lr must be a number"),
@@ -326,6 +328,16 @@ MISTAKES: dict[str, Mistake] = {
     "no patience": Mistake("--early_stopping_patience 0", "but is 0", "--early_stopping_patience must be at least 1"),
     "max_time as a word": Mistake("--max_time tomorrow", "'tomorrow'", "--max_time must be HH:MM:SS or seconds above 0"),
     "max_time zero": Mistake("--max_time 00:00:00", "'00:00:00'", "--max_time must be HH:MM:SS or seconds above 0"),
+    "Nesterov's momentum of another optimizer": Mistake("--nesterov", "--nesterov needs --optimizer sgd", "or leave it out"),
+    "a rate that falls upwards": Mistake("--min_lr 1 --lr 0.1", "--min_lr 1 is above --lr 0.1", "lower it"),
+    "more than all of a label smoothed": Mistake("--label_smoothing 2", "but is 2", "--label_smoothing must be between 0 and 1"),
+    "a share from no distribution": Mistake("--mixup -1", "but is -1", "--mixup must be at least 0"),
+    "boxes from no distribution": Mistake("--cutmix nan", "'nan'", "--cutmix must be a number"),
+    "an average that never forgets enough": Mistake("--ema_decay 1.5", "but is 1.5", "--ema_decay must be between 0 and 1"),
+    "a schedule that is none": Mistake("--lr_scheduler exponential", "'exponential'", "constant, linear, cosine, step, one_cycle, plateau"),
+    "falls of the rate without end": Mistake("--lr_step_epochs 0", "but is 0", "--lr_step_epochs must be at least 1"),
+    "a rate that falls to nothing": Mistake("--lr_gamma 0", "but is 0", "--lr_gamma must be above 0"),
+    "a plateau of no length": Mistake("--plateau_patience 0", "but is 0", "--plateau_patience must be at least 1"),
     "two flags that contradict": Mistake(
         "--scale_lr linear --global_batch_size 8", "--scale_lr linear contradicts --global_batch_size", "leave one of them out"
     ),

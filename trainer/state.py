@@ -1,6 +1,6 @@
 """Run: the handles of a training, built once. TrainState: the numbers that change, and the only ones that do."""
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from trainer.config import Config
 from trainer.data.loaders import Data, build_loaders
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
+from trainer.ema import Ema
 from trainer.finite import Finite
 from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
 from trainer.optim import LrPlan, build_optimizer, plan_lr
@@ -39,6 +40,8 @@ class TrainState:
         loss_scale: the GradScaler's factor after the newest step; None without one.
         metrics: of the newest evaluation; `acc1` in percent, `loss`, `samples`, …
         best: metrics of the best epoch so far, with its number under `epoch`.
+        lr_factor: what the falls of `--lr_scheduler plateau` have come to.
+        lowest_loss: of all evaluations that it has judged; `stale_epochs`: those in a row since, or since a fall, that were not lower.
         stop: fit ends after the epoch in progress and its evaluation.
         interrupted: fit ends here, to be resumed: why all ranks agreed to.
     """
@@ -52,6 +55,9 @@ class TrainState:
     loss_scale: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0
+    lowest_loss: float | None = None
+    stale_epochs: int = 0
     stop: bool = False
     interrupted: str | None = None
 
@@ -61,6 +67,17 @@ class TrainState:
         self.consumed = 0
         if not self.best or self.metrics["acc1"] > self.best["acc1"]:
             self.best = {**self.metrics, "epoch": self.epoch}
+
+    def judge_plateau(self, patience: int, gamma: float) -> None:
+        """Let the rate fall by `gamma` after the `patience`-th evaluation in a row whose loss is not the lowest so far."""
+        loss = self.metrics["loss"]
+        if self.lowest_loss is None or loss < self.lowest_loss:
+            self.lowest_loss, self.stale_epochs = loss, 0
+        else:
+            self.stale_epochs += 1
+        if self.stale_epochs == patience:
+            self.lr_factor *= gamma
+            self.stale_epochs = 0
 
 
 @dataclass
@@ -102,6 +119,7 @@ class Run:
         resume_notes: what the user should know of a resume.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
+        ema: the averaged weights; None without `--ema_decay`.
     """
 
     config: Config
@@ -130,6 +148,7 @@ class Run:
     resume_notes: list[str] = field(default_factory=list)
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
+    ema: Ema | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -142,6 +161,15 @@ class Run:
     @property
     def max_steps_done(self) -> bool:
         return self.config.max_steps is not None and self.state.step >= self.config.max_steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.lr_plan.at(self.state.step, self.state.epoch, self.state.lr_factor)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, `module` holds the weights that are evaluated and exported: the averaged ones, where there are any."""
+        return self.ema.in_place() if self.ema is not None else nullcontext()
 
     def at(self, phase: str) -> None:
         """Tell the watch where this rank is; see `watch.PHASES`."""
@@ -226,4 +254,6 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         finite=Finite(accelerator.device),
         watch=Watch(processes, config.hang_timeout),
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
+        # Only now are all ranks' weights rank 0's.
+        ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
     )
