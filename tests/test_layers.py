@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 LAYERS = [
     {"stops"},
     {"runtime"},
-    {"files", "finite", "watch", "writer"},
+    {"files", "finite", "plot", "watch", "writer"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema"},
@@ -26,8 +26,8 @@ LAYERS = [
     {"output"},
     {"hooks"},
     {"loop"},
-    {"checks"},
-    {"main", "doctor"},
+    {"checks", "lr_finder"},
+    {"main", "doctor", "find_lr"},
     {"spawn"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -78,7 +78,7 @@ def test_no_cycles() -> None:
 
 def test_nobody_but_spawn_imports_a_command() -> None:
     assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
-    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor"} & others]
+    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor", "trainer.find_lr"} & others]
 
 
 def test_hooks_do_not_know_each_other() -> None:
@@ -96,7 +96,7 @@ def test_checks_do_not_know_each_other() -> None:
         assert {other for other in GRAPH[name] if layer(other) == "checks"} <= shared, name
 
 
-@pytest.mark.parametrize("module", ["config", "main", "doctor"])
+@pytest.mark.parametrize("module", ["config", "main", "doctor", "find_lr"])
 def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
     code = (
         f"import sys, trainer.{module}\n"

@@ -102,6 +102,15 @@ def test_schedules(ids: Path, tmp_path: Path, kind: str) -> None:
     assert rates[-1] < rates[12] < rates[3], "the rate stood still"
 
 
+def test_a_plateau_is_looked_for_after_the_warm_up(ids: Path, tmp_path: Path) -> None:
+    knobs = {"lr_scheduler": "plateau", "plateau_patience": 1, "batch_size": 16, "warmup_epochs": 1.5}
+    trained = alone(session_with, ids, tmp_path / "run", None, knobs)
+    losses = [entry["loss"] for entry in trained.metrics if entry["event"] == "eval"]
+    fell = losses[2] >= losses[1]
+    assert (trained.state["lowest_loss"], trained.state["lr_factor"]) == (min(losses[1:]), 0.1 if fell else 1.0)
+    assert losses[0] < losses[1], "the first loss would not have been the lowest"
+
+
 def check_stopped(dataset: Path, folder: Path, knobs: dict[str, Any], stop: StopAt) -> tuple[Session, Session]:
     whole = alone(session_with, dataset, folder / "whole", None, knobs)
     first = alone(session_with, dataset, folder / "parts", stop, knobs)
