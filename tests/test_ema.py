@@ -61,7 +61,7 @@ def train(processes: Processes, folder: Path, out: Path, knobs: dict[str, Any]) 
     }
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("decay", [0.5, 1.0])
 def test_the_average_after_each_update_by_hand(ids: Path, tmp_path: Path, decay: float) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -193,12 +193,12 @@ def test_the_block_and_the_results_say_so(ids: Path, tmp_path: Path) -> None:
     with alone_run(ids, ema_decay=0.999, mixup=0.2, cutmix=1.0, label_smoothing=0.1, optimizer="sgd", nesterov=True) as run:
         rows = dict(describe(run))
     assert rows["ema"] == "decay 0.999: accuracy, loss and the exported model are those of the averaged weights"
-    assert rows["train loss"] == "label smoothing 0.1, mixup alpha 0.2 or cutmix alpha 1"
+    assert rows["loss"] == "label smoothing 0.1, mixup alpha 0.2 or cutmix alpha 1"
     assert rows["optimizer"] == "sgd, weight decay 0.5, Nesterov momentum 0.9"
     with alone_run(ids, weight_decay_1d=False, cutmix=0.5) as run:
         rows = dict(describe(run))
     assert "ema" not in rows
-    assert rows["train loss"] == "cutmix alpha 0.5"
+    assert rows["loss"] == "cutmix alpha 0.5"
     assert rows["optimizer"] == "adamw, weight decay 0.5, no decay of biases and normalisation weights"
 
 

@@ -205,7 +205,6 @@ def test_the_command_leaves_two_files_and_a_training_can_follow(two_ranks: Ranks
     ("flags", "sentence"),
     [
         (["--resume", "auto"], "error: --resume_from_checkpoint is not for find_lr, which begins with new weights: leave it out"),
-        (["--lr", "fast"], "error: --lr must be a number, but is 'fast'"),
         (["--output_dir", "/proc/nowhere"], "error: --output_dir /proc/nowhere cannot be made or written ("),
     ],
 )

