@@ -16,7 +16,7 @@ CASES: dict[str, tuple[dict[str, Any], StopAt, dict[str, str]]] = {
     "in the evaluation": ({}, StopAt(0, 12, evaluation=True), {}),
     "accumulation": ({"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}, StopAt(0, 4), {}),
     "workers": ({"num_workers": 2}, StopAt(0, 15), {}),
-    "sgd": ({"optimizer": "sgd", "lr_scheduler": "constant"}, StopAt(0, 2), {}),
+    "sgd, channels first": ({"optimizer": "sgd", "lr_scheduler": "constant", "channels_last": "off"}, StopAt(0, 2), {}),
     "bf16": ({"mixed_precision": "bf16"}, StopAt(0, 7), {}),
     "fp16": ({"mixed_precision": "fp16"}, StopAt(0, 7), {"TRAINER_FP16_ON_CPU": "1"}),
 }

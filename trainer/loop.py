@@ -92,14 +92,14 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         return
     run.model.train()
     losses: list[Tensor] = []
-    for micro, (images, labels) in enumerate(timed(run.train_loader, run)):
+    for micro, (images, labels, keys) in enumerate(timed(run.train_loader, run)):
         if micro == 0:
             # Not before: making the loader's iterator drew from them.
             resume_generators(run)
         update = plan.ends_update(micro)
         with nullcontext() if update else run.accelerator.no_sync(run.model):
             run.at("forward")
-            loss = F.cross_entropy(run.model(run.normalize(images)), labels)
+            loss = F.cross_entropy(run.model(run.normalize(run.augment(images, keys))), labels)
             run.at("backward")
             run.accelerator.backward(loss * plan.loss_weight(micro, rank))
         losses.append(loss.detach())
@@ -147,8 +147,10 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in run.module.parameters() if parameter.grad is not None])
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr_plan.at(state.step)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
+    optimizer = run.optimizer if scaler is not None else run.optimizer.optimizer
+    optimizer.step()
+    optimizer.zero_grad()
     if scaler is None:
         run.finite.see(made_of, losses, norm)
         note_finding(run)
@@ -187,7 +189,7 @@ def evaluate(run: Run, hooks: HookList) -> None:
     run.model.eval()
     hooks.on_eval_start(run)
     run.at("evaluation data")
-    for images, labels in run.eval_loader:
+    for images, labels, _ in run.eval_loader:
         run.at("evaluation forward")
         logits = run.model(run.normalize(images))
         run.at("gather")

@@ -11,12 +11,12 @@ from trainer.data.sampler import BatchPlan
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """torch.optim's SGD, Adam or AdamW over all parameters that take gradients."""
+    """torch.optim's SGD, Adam or AdamW over all parameters that take gradients; fused: one kernel for all of an update."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=True)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
 @dataclass(frozen=True)
