@@ -103,7 +103,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
             run.at("backward")
             run.accelerator.backward(loss * plan.loss_weight(micro, rank))
         losses.append(loss.detach())
-        run.window.loss += losses[-1] * len(labels)
+        run.window.loss.add_(losses[-1], alpha=len(labels))
         run.window.samples += len(labels)
         if not update:
             continue
@@ -144,7 +144,9 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     if run.config.max_grad_norm is not None:
         norm = run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
     elif scaler is None:
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in run.module.parameters() if parameter.grad is not None])
+        # Not module.parameters(): walking through the modules takes longer than the norm.
+        trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr_plan.at(state.step)
     # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
