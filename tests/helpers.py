@@ -103,3 +103,11 @@ def alone_run(dataset: Path | str, **arguments: Any) -> Iterator[Run]:
         yield make_run(processes, dataset, **arguments)
     finally:
         leave_group(processes)
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows as a `datasets.Dataset` gives them: one by its number, several as a mapping of columns."""
+
+    def __getitem__(self, place: Any) -> Any:
+        rows = super().__getitem__(place)
+        return {name: [row[name] for row in rows] for name in self[0]} if isinstance(place, slice) else rows

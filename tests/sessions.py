@@ -107,16 +107,13 @@ def session(
     torch.manual_seed(1)
     run = build_run(config, processes, data, accelerator, Dropout())
     order: list[tuple[int, list[int]]] = []
-    normalize = run.normalize
+    augment = run.augment
 
-    class Recorder(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            if run.module.training:
-                order.append((run.state.epoch, ids_of(images)))
-            output: Tensor = normalize(images)
-            return output
+    def record(images: Tensor, keys: Tensor) -> Tensor:
+        order.append((run.state.epoch, ids_of(images)))
+        return augment(images, keys)
 
-    run.normalize = Recorder()  # type: ignore[assignment]
+    run.augment = record  # type: ignore[assignment]
     log = Log()
     hooks: tuple[Hook, ...] = (SetEpoch(), SeedProcesses(), GatherMetrics(), SaveOnMain(), log, Audit(), MaxTime(), EarlyStopping())
     if checkpoint is not None:

@@ -149,7 +149,7 @@ def seen(processes: Processes, folder: Path) -> list[list[list[int]]]:
     epochs = []
     for epoch in (0, 1):
         run.train_loader.set_epoch(epoch)
-        epochs.append([ids_of(images) for images, _ in run.train_loader])
+        epochs.append([ids_of(images) for images, *_ in run.train_loader])
     return epochs
 
 

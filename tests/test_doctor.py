@@ -104,7 +104,7 @@ def test_all_broken_images_are_named_and_the_rest_is_skipped(two_ranks: Ranks, t
 def shortened(processes: Processes, folder: Path, eval_batch_size: int) -> tuple[int, int, int]:
     config = Config(dataset=str(folder), eval_batch_size=eval_batch_size, cache="none", normalize="none")
     data, config = shorten_test(load_data(config, processes), config, processes)
-    images, _ = data.test[len(data.test) - 1]
+    images, *_ = data.test[len(data.test) - 1]
     return len(data.test), config.eval_batch_size, ids_of(images[None])[0]
 
 

@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 # From low to high: a module imports lower layers and its own package only.
 LAYERS = [
-    {"stops"},
+    {"stops", "cpu"},
     {"runtime"},
     {"files", "finite", "plot", "watch", "writer"},
     {"config", "seeding"},

@@ -197,6 +197,7 @@ def test_optimizers_are_torchs_own_and_take_what_they_know() -> None:
         ours = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         changed = {"momentum": 0.7} if name in ("sgd", "rmsprop") else {}
         changed |= {"nesterov": True} if name == "sgd" else {}
+        changed |= {"fused": True} if name in ("sgd", "adam", "adamw") else {}
         assert {key: value for key, value in ours.items() if theirs[key] != value} == changed
 
 

@@ -18,13 +18,13 @@ STEPS = 50
 
 def bare_loop(data: ImageDataset, mean: float, std: float, seed: int, bf16: bool) -> ConvNet:
     torch.manual_seed(derive_seed(seed, "init"))
-    model = ConvNet(1, (8, 8), 10).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = ConvNet(1, (8, 8), 10).train().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     sampler, step = EpochSampler(len(data), seed), 0
     while step < STEPS:
         order = sampler.order()
         for start in range(0, len(data), 16):
-            images, labels = data.__getitems__(order[start : start + 16])
+            images, labels, _ = data.__getitems__(order[start : start + 16])
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = model((images.float() / 255 - mean) / std)
             F.cross_entropy(logits.float(), labels).backward()

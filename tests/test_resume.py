@@ -19,7 +19,7 @@ CASES: dict[str, tuple[dict[str, Any], StopAt, dict[str, str]]] = {
     "in the evaluation": ({}, StopAt(0, 12, evaluation=True), {}),
     "accumulation": ({"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}, StopAt(0, 4), {}),
     "workers": ({"num_workers": 2}, StopAt(0, 15), {}),
-    "sgd": ({"optimizer": "sgd", "lr_scheduler": "constant"}, StopAt(0, 2), {}),
+    "sgd, channels first": ({"optimizer": "sgd", "lr_scheduler": "constant", "channels_last": "off"}, StopAt(0, 2), {}),
     "mixed, smoothed and averaged": (
         {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1, "ema_decay": 0.9, "gradient_accumulation_steps": 2},
         StopAt(0, 8),

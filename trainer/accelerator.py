@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, GradientAccumulationPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
 
 from trainer.config import Config
 from trainer.runtime import Processes, UserError, env_int, env_true
@@ -48,12 +54,23 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
         cpu=device.type == "cpu",
         # The loop accumulates by itself: Accelerate would divide each loss by this number, also in an epoch's short last update.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dataloader_config=DataLoaderConfiguration(non_blocking=device.type == "cuda"),
+        dynamo_plugin=compiler(config),
         kwargs_handlers=handlers,
     )
     if precision == "fp16" and device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu")
     return accelerator
+
+
+def compiler(config: Config) -> TorchDynamoPlugin | None:
+    """What `--compile` asks for; None leaves it to the launcher."""
+    if config.compile is None:
+        return None
+    if config.compile == "no":
+        return TorchDynamoPlugin(backend=DynamoBackend.NO)
+    return TorchDynamoPlugin(backend=DynamoBackend.INDUCTOR, mode=config.compile)
 
 
 def requested_precision(config: Config) -> str:
@@ -116,6 +133,17 @@ def set_threads(config: Config, processes: Processes) -> None:
     """Give each process its share of the host's cores: `accelerate launch` exports OMP_NUM_THREADS=1, which would use one core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.cpu_threads or max(1, cores // processes.local_count))
+
+
+def channels_last(config: Config, accelerator: Accelerator) -> bool:
+    """Whether images and convolutions lie in memory with the channels last: `--channels_last`.
+
+    'auto' is a rule, not a measurement at the start of each run, so that a resumed run computes as the one before. On CPUs it was
+    measured (benchmarks/speed.py); for GPUs it is what cuDNN's documentation says of tensor cores.
+    """
+    if config.channels_last != "auto":
+        return config.channels_last == "on"
+    return accelerator.device.type == "cpu" or config.tf32 or accelerator.native_amp
 
 
 def describe_precision(accelerator: Accelerator) -> str:

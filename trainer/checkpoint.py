@@ -344,13 +344,16 @@ def _restore_optimizer(run: Run, tensors: dict[str, Tensor], lr: float) -> None:
     """Put back the state of each parameter, and the newest rate, for the log; all else is the config's."""
     names = {parameter: name for name, parameter in run.module.named_parameters()}
     # torch numbers the weights in the order of the optimizer's groups.
-    trained = {names[parameter]: parameter.shape for group in run.optimizer.param_groups for parameter in group["params"]}
+    trained = {names[parameter]: parameter for group in run.optimizer.param_groups for parameter in group["params"]}
     numbers = {name: number for number, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
-        if name not in trained or (tensor.ndim and tensor.shape != trained[name]):
+        if name not in trained or (tensor.ndim and tensor.shape != trained[name].shape):
             raise ValueError(f"its optimizer's {key}, of shape {tuple(tensor.shape)}, is of no weight of the model")
+        if tensor.ndim:
+            # Fused kernels walk through memory: the state must lie there as the weight does.
+            tensor = torch.empty_like(trained[name], dtype=tensor.dtype, device="cpu").copy_(tensor)
         state.setdefault(numbers[name], {})[kind] = tensor
     run.optimizer.load_state_dict({"state": state, "param_groups": run.optimizer.state_dict()["param_groups"]})
     for group in run.optimizer.param_groups:

@@ -32,13 +32,17 @@ class DataConfig:
     global_batch_size: int | None = None
     """images of one update = batch size x processes x accumulation; keeps training the same for any number of processes; unset:
     whatever the product is"""
-    eval_batch_size: int = 500
+    eval_batch_size: int = 125
     """images a process evaluates at once"""
     normalize: Literal["dataset", "none"] = "dataset"
     """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, 'none' only scales to 0..1"""
-    cache: Literal["auto", "ram", "none"] = "auto"
-    """decoded images: kept in memory ('ram'), decoded each time ('none'), or in memory when they take at most half of what is free
-    ('auto')"""
+    augment: Literal["none", "light"] = "none"
+    """of training images: 'light' shifts by up to an eighth of the side and mirrors"""
+    hflip: float = 0.5
+    """probability, 0..1, that --augment mirrors an image left to right; 0 for digits and letters"""
+    cache: Literal["auto", "device", "ram", "none"] = "auto"
+    """decoded images: kept on the training device ('device'; on a CPU the same as 'ram'), in memory ('ram'), decoded each time
+    ('none'); 'auto': the first of these three that fits into a quarter of the GPU's free memory, or half of the host's"""
     num_workers: int = 0
     """worker processes that load data, for each training process; 0: the training process itself"""
 
@@ -49,6 +53,11 @@ class ModelConfig:
 
     model: Literal["convnet"] = "convnet"
     """the tutorials' ConvNet"""
+    channels_last: Literal["auto", "on", "off"] = "auto"
+    """memory format of images and convolutions; 'auto' is 'on' where it was measured or is known to be faster: on CPUs, and on GPUs
+    with fp16, bf16 or --tf32"""
+    compile: Literal["no", "default", "reduce-overhead", "max-autotune"] | None = None
+    """torch.compile's mode; 'reduce-overhead' replays CUDA graphs; --compile alone is 'default'; unset: what the launcher says"""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm over the images of all processes; 'auto' is 'on' when there is more than one process"""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
@@ -131,6 +140,9 @@ class RunConfig:
     """folder for everything the run writes; unset: runs/<dataset>-<time>"""
     log_interval: int = 50
     """updates between two log lines"""
+    profile: int | None = None
+    """record this many updates with torch.profiler, after ten of warm-up, into output_dir/profile: a trace for a viewer, and a
+    table of where the time goes; unset: none"""
     checkpointing_steps: int | Literal["epoch"] = "epoch"
     """write a checkpoint after this many updates, or after each epoch ('epoch'), and in any case at the end of the run"""
     save_total_limit: int | None = 3
@@ -213,6 +225,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "batch_size": (1, INFINITY),
     "global_batch_size": (1, INFINITY),
     "eval_batch_size": (1, INFINITY),
+    "hflip": (0, 1),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "epochs": (1, INFINITY),
@@ -233,6 +246,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ema_decay": (0, 1),
     "seed": (0, 2**63 - 1),
     "log_interval": (1, INFINITY),
+    "profile": (1, INFINITY),
     "checkpointing_steps": (1, INFINITY),
     "save_total_limit": (1, INFINITY),
     "early_stopping_patience": (1, INFINITY),
@@ -241,6 +255,8 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+# What a flag without a value stands for.
+BARE = {"--compile": "default"}
 SHORT_FLAGS = {"-e": "--epochs", "-b": "--batch_size", "--resume": "--resume_from_checkpoint"}
 
 
@@ -339,8 +355,8 @@ def normalise(argv: Sequence[str]) -> list[str]:
             position += has_value
             continue
         result.append(flag)
-        if flag in booleans and not has_value:
-            result.append("true")
+        if flag in booleans | BARE.keys() and not has_value:
+            result.append(BARE.get(flag, "true"))
         elif has_value:
             result.append(words[position])
             position += 1

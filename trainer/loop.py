@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.agreement import interrupted, note_finding, settle
+from trainer.data.dataset import Batch
 from trainer.data.mix import draw_mixture
 from trainer.data.sampler import BatchPlan
 from trainer.finite import Finding, Update
@@ -99,14 +100,14 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         return
     run.model.train()
     losses: list[Tensor] = []
-    for micro, (images, labels) in enumerate(timed(run.train_loader, run)):
+    for micro, batch in enumerate(timed(run.train_loader, run)):
         if micro == 0:
             # Not before: making the loader's iterator drew from them.
             resume_generators(run)
         update = plan.ends_update(micro)
-        losses.append(forward_backward(run, plan, micro, images, labels, start + micro * plan.micro_batch_size))
-        run.window.loss += losses[-1] * len(labels)
-        run.window.samples += len(labels)
+        losses.append(forward_backward(run, plan, micro, batch, start + micro * plan.micro_batch_size))
+        run.window.loss.add_(losses[-1], alpha=len(batch[1]))
+        run.window.samples += len(batch[1])
         if not update:
             continue
         run.at("update")
@@ -129,18 +130,19 @@ def train_epoch(run: Run, hooks: HookList) -> None:
     assert state.consumed == start + plan.samples - plan.dropped, (state.consumed, start, plan)
 
 
-def forward_backward(run: Run, plan: BatchPlan, micro: int, images: Tensor, labels: Tensor, position: int) -> Tensor:
+def forward_backward(run: Run, plan: BatchPlan, micro: int, batch: Batch, position: int) -> Tensor:
     """A micro-batch's share of its update's gradient; returns the mean loss of this rank's images, ().
 
     Args:
         plan, micro: the plan that the micro-batch is number `micro` of.
-        images, labels: uint8 (B, C, H, W) and int64 (B,), on the device.
+        batch: this rank's, on the device.
         position: of the micro-batch's first sample in the order of the epoch, over all ranks.
     """
     config, rank = run.config, run.processes.rank
+    images, labels, keys = batch
     with nullcontext() if plan.ends_update(micro) else run.accelerator.no_sync(run.model):
         run.at("forward")
-        inputs, mixture = run.normalize(images), None
+        inputs, mixture = run.normalize(run.augment(images, keys)), None
         if config.mixup or config.cutmix:
             seed = derive_seed(config.seed, "mix", run.state.epoch, position, rank)
             mixture = draw_mixture(config.mixup, config.cutmix, (images.shape[-2], images.shape[-1]), seed)
@@ -174,11 +176,15 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     if run.config.max_grad_norm is not None:
         norm = run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
     elif scaler is None:
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in run.module.parameters() if parameter.grad is not None])
+        # Not module.parameters(): walking through the modules takes longer than the norm.
+        trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
+    optimizer = run.optimizer if scaler is not None else run.optimizer.optimizer
+    optimizer.step()
+    optimizer.zero_grad()
     if scaler is None:
         run.finite.see(made_of, losses, norm)
         note_finding(run)
@@ -217,7 +223,7 @@ def evaluate(run: Run, hooks: HookList) -> None:
     run.model.eval()
     hooks.on_eval_start(run)
     run.at("evaluation data")
-    for images, labels in run.eval_loader:
+    for images, labels, _ in run.eval_loader:
         run.at("evaluation forward")
         logits = run.model(run.normalize(images))
         run.at("gather")

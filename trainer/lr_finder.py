@@ -68,10 +68,9 @@ def sweep(run: Run) -> Sweep:
         run.model.train()
         total, images_seen = 0.0, 0
         for micro, batch in enumerate(timed(run.train_loader, run)):
-            images, labels = batch[:2]
-            loss = forward_backward(run, run.plan, micro, images, labels, micro * run.plan.micro_batch_size)
-            total += float(loss) * len(labels)
-            images_seen += len(labels)
+            loss = forward_backward(run, run.plan, micro, batch, micro * run.plan.micro_batch_size)
+            size = run.plan.share(micro, processes.rank)
+            total, images_seen = total + float(loss) * size, images_seen + size
             if not run.plan.ends_update(micro):
                 continue
             run.at("agree")

@@ -37,6 +37,7 @@ def train(config: Config, processes: Processes) -> None:
     from trainer.hooks.gather_metrics import GatherMetrics
     from trainer.hooks.log import Log
     from trainer.hooks.max_time import MaxTime
+    from trainer.hooks.profiler import Profiler
     from trainer.hooks.progress import Progress
     from trainer.hooks.save_on_main import SaveOnMain
     from trainer.hooks.seed_processes import SeedProcesses
@@ -55,6 +56,7 @@ def train(config: Config, processes: Processes) -> None:
         SeedProcesses(),
         GatherMetrics(),
         SaveOnMain(),
+        Profiler(),
         Log(),
         Progress(),
         Audit(),

@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
     "adadelta": torch.optim.Adadelta,
 }
+# One kernel for all of an update, on the CPU and on CUDA.
+FUSED = ("sgd", "adam", "adamw")
 # Of the peak rate: where one_cycle begins and ends.
 ONE_CYCLE_START, ONE_CYCLE_END = 1 / 25, 1e-4
 
@@ -32,6 +34,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         keywords["momentum"] = config.momentum
     if config.optimizer == "sgd":
         keywords["nesterov"] = config.nesterov
+    if config.optimizer in FUSED:
+        keywords["fused"] = True
     optimizer: torch.optim.Optimizer = OPTIMIZERS[config.optimizer](parameter_groups(config, model), **keywords)
     return optimizer
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.cpu import prepare_process
 from trainer.stops import Interrupted, Stops, leave_marker, restarted, stopped_before
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
     """
     processes: Processes | None = None
     code, reason = EXIT_FAILURE, "ended unexpectedly"
+    prepare_process()
     stops = Stops()
     stops.install()
     before = stopped_before()

@@ -1,5 +1,6 @@
 """Run: the handles of a training, built once. TrainState: the numbers that change, and the only ones that do."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.accelerator import channels_last
 from trainer.config import Config
+from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
@@ -107,7 +110,7 @@ class Run:
 
     Attributes:
         module: the plain model, clean state_dict keys; `model` is the same one prepared (autocast, DDP, compiled).
-        normalize: uint8 batch -> the model's input, on its device.
+        augment: uint8 batch and its keys -> the augmented batch; normalize: uint8 batch -> the model's input; both on its device.
         sampler: the train loader's order and position.
         sync_bn_layers: BatchNorm layers converted to synchronised ones.
         planned: updates of all epochs, when the scaler skips none.
@@ -116,7 +119,8 @@ class Run:
         watch: knows where each rank is.
         output_dir: the run's folder, made by the main process.
         checkpoint: the newest whole one, written or resumed from; `pending`: the one that `writer` is writing.
-        resume_notes: what the user should know of a resume.
+        resume_notes: what the user should know of a resume; `notes`: of what has happened since the last log line.
+        on_phase: told of each phase of the loop while a hook records them.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
@@ -128,6 +132,7 @@ class Run:
     data: Data
     module: nn.Module
     model: nn.Module
+    augment: Augment
     normalize: Normalize
     optimizer: Any
     train_loader: Any
@@ -146,8 +151,10 @@ class Run:
     checkpoint: Path | None = None
     pending: Path | None = None
     resume_notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
+    on_phase: Callable[[str], None] | None = None
     ema: Ema | None = None
 
     @property
@@ -174,6 +181,8 @@ class Run:
     def at(self, phase: str) -> None:
         """Tell the watch where this rank is; see `watch.PHASES`."""
         self.watch.at(phase, self.state.epoch + 1, self.state.step)
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def close(self) -> None:
         """End the data workers. In a cycle that the garbage collector breaks up they would be waited for in vain, 5 seconds each."""
@@ -223,8 +232,10 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )
+    memory_format = torch.channels_last if channels_last(config, accelerator) else torch.contiguous_format
+    module = module.to(memory_format=memory_format)
     optimizer = build_optimizer(config, module)
-    train_loader, eval_loader, sampler = build_loaders(data, config)
+    train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device)
     model, optimizer = accelerator.prepare(module, optimizer)
     # Our batch sampler has dealt out the short last batch itself; evaluation is filled up, and gather_for_metrics cuts that off.
     accelerator.dataloader_config.even_batches = False
@@ -240,7 +251,8 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         data=data,
         module=module,
         model=model,
-        normalize=Normalize(data.mean, data.std).to(accelerator.device),
+        augment=Augment(config),
+        normalize=Normalize(data.mean, data.std, memory_format).to(accelerator.device),
         optimizer=optimizer,
         train_loader=train_loader,
         eval_loader=eval_loader,

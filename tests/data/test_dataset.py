@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.helpers import SIDE, ids_image, ids_of, png
+from tests.helpers import SIDE, Rows, ids_image, ids_of, png
 from trainer.data.dataset import ImageDataset, ImageError, Transform, identity, open_image
 from trainer.data.sampler import pack_key
 from trainer.runtime import UserError
@@ -29,7 +29,9 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def dataset_of(contents: list[bytes], mode: str = "L", transform: Transform | None = None, seed: int = 0) -> ImageDataset:
-    return ImageDataset("some", [record(content) for content in contents], list(range(len(contents))), mode, (SIDE, SIDE), transform, seed)
+    return ImageDataset(
+        "some", Rows([record(content) for content in contents]), list(range(len(contents))), mode, (SIDE, SIDE), transform, seed
+    )
 
 
 def plain(mode: str, colour: Any) -> Image.Image:
@@ -66,7 +68,7 @@ def test_colours(content: bytes, grey: int, rgb: tuple[int, int, int], in_memory
         dataset = dataset_of([content], mode)
         if in_memory:
             dataset.decode_all()
-        images, labels = dataset.__getitems__([0])
+        images, labels, _ = dataset.__getitems__([0])
         assert (images.dtype, images.shape) == (torch.uint8, (1, *dataset.shape)) == (torch.uint8, (1, len(expected), SIDE, SIDE))
         assert (labels.dtype, labels.tolist()) == (torch.int64, [0])
         assert images[0].flatten(1).unique(dim=1).T.tolist() == [list(expected)]
@@ -76,8 +78,8 @@ def test_colours(content: bytes, grey: int, rgb: tuple[int, int, int], in_memory
 def test_rows_and_columns_keep_their_places(mode: str) -> None:
     shape = (4, 6) if mode == "L" else (4, 6, 3)
     pixels = numpy.random.default_rng(0).integers(0, 256, shape, dtype=numpy.uint8)
-    dataset = ImageDataset("some", [record(png(Image.fromarray(pixels)))], [3], mode, (4, 6))
-    image, label = dataset[0]
+    dataset = ImageDataset("some", Rows([record(png(Image.fromarray(pixels)))]), [3], mode, (4, 6))
+    image, label, _ = dataset[0]
     numpy.testing.assert_array_equal(image.permute(1, 2, 0).numpy().reshape(shape), pixels)
     assert int(label) == 3
     assert dataset.nbytes() == pixels.size
@@ -90,8 +92,9 @@ def test_decoded_in_memory_equals_decoded_each_time() -> None:
     keys = [pack_key(epoch, index) for epoch, index in ((0, 3), (5, 19), (5, 0), (2, 3))]
     for one, other in zip(each_time.__getitems__(keys), in_memory.__getitems__(keys), strict=True):
         assert torch.equal(one, other)
-    images, labels = in_memory.__getitems__(keys)
+    images, labels, same = in_memory.__getitems__(keys)
     assert ids_of(images) == labels.tolist() == [3, 19, 0, 3]
+    assert same.tolist() == keys
     assert torch.equal(in_memory.gather(list(range(20))), each_time.gather(list(range(20))))
 
 
@@ -117,7 +120,7 @@ GOOD = png(ids_image(1))
 )
 @pytest.mark.parametrize("path", [None, "train/cat/2.png"])
 def test_a_broken_image_is_named(content: bytes, reason: str, path: str | None) -> None:
-    rows = [record(GOOD), record(GOOD), record(content, path)]
+    rows = Rows([record(GOOD), record(GOOD), record(content, path)])
     name = "--dataset some: image 2 " + (f"({path}) " if path else "")
     for whole in (False, True):
         dataset = ImageDataset("some", rows, [0, 1, 2], "L", (SIDE, SIDE))

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.helpers import SIDE, alone_run, ids_image, ids_of, png, write_ids, write_parquet
 from tests.ranks import Ranks, alone
 from trainer.config import Config
-from trainer.data.dataset import Transform
+from trainer.data.dataset import Batch, Transform
 from trainer.data.loaders import Data, load_data, plan_batches
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.runtime import Processes, UserError
@@ -164,7 +164,7 @@ def shift(image: Tensor) -> Tensor:
     return (image.int() + amount).remainder(256).to(torch.uint8)
 
 
-def batches(folder: Path, transform: Transform | None, **knobs: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+def batches(folder: Path, transform: Transform | None, **knobs: Any) -> dict[str, list[Batch]]:
     """Two epochs of training batches and one of evaluation, from the prepared loaders."""
     with alone_run(folder, transform=transform, batch_size=8, eval_batch_size=4, **knobs) as run:
         found = {}
@@ -175,7 +175,7 @@ def batches(folder: Path, transform: Transform | None, **knobs: Any) -> dict[str
     return found
 
 
-def same(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) -> bool:
+def same(one: list[Batch], other: list[Batch]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -183,9 +183,9 @@ def same(one: list[tuple[Tensor, Tensor]], other: list[tuple[Tensor, Tensor]]) -
 def test_batches_are_the_same_from_memory_and_from_workers(tmp_path: Path, transform: Transform | None) -> None:
     folder = write_ids(tmp_path / "ids", train=20, test=6)
     expected = batches(folder, transform, cache="ram")
-    assert [len(labels) for _, labels in expected["epoch 0"]] == [8, 8, 4]
+    assert [len(labels) for _, labels, _ in expected["epoch 0"]] == [8, 8, 4]
     assert not same(expected["epoch 0"], expected["epoch 1"])
-    for knobs in ({"cache": "none"}, {"cache": "ram", "num_workers": 2}, {"cache": "none", "num_workers": 2}):
+    for knobs in ({"cache": "none"}, {"cache": "device"}, {"cache": "ram", "num_workers": 2}, {"cache": "none", "num_workers": 2}):
         found = batches(folder, transform, **knobs)
         for part in expected:
             assert same(found[part], expected[part]), (knobs, part)
@@ -199,10 +199,10 @@ def test_training_is_in_the_epochs_order_and_evaluation_in_the_splits(tmp_path: 
     sampler = EpochSampler(20, 0)
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        ids = [i for images, _ in found[f"epoch {epoch}"] for i in ids_of(images)]
+        ids = [i for images, *_ in found[f"epoch {epoch}"] for i in ids_of(images)]
         assert ids == sampler.order()
-        assert [int(label) for _, labels in found[f"epoch {epoch}"] for label in labels] == [i % 10 for i in ids]
-    assert [ids_of(images) for images, _ in found["test"]] == [[0, 1, 2, 3], [4, 5]]
+        assert [int(label) for _, labels, _ in found[f"epoch {epoch}"] for label in labels] == [i % 10 for i in ids]
+    assert [ids_of(images) for images, *_ in found["test"]] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_evaluation_is_not_augmented(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_evaluation_is_not_augmented(tmp_path: Path) -> None:
 def eval_sizes(processes: Processes, folder: Path) -> list[int]:
     from tests.helpers import make_run
 
-    return [len(labels) for _, labels in make_run(processes, folder, batch_size=2).eval_loader]
+    return [len(labels) for _, labels, _ in make_run(processes, folder, batch_size=2).eval_loader]
 
 
 def test_the_evaluation_batch_is_at_most_a_ranks_share(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ PLAIN: dict[str, Any] = {
 
 def bare_loop(run: Run, epochs: int, knobs: dict[str, Any]) -> ConvNet:
     torch.manual_seed(derive_seed(3, "init"))
-    model = ConvNet(1, (8, 8), 10).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = ConvNet(1, (8, 8), 10).train().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     (mean,), (std,), data = run.data.mean, run.data.std, run.data.train
     sampler = EpochSampler(len(data), 3)
     for epoch in range(epochs):

@@ -36,7 +36,7 @@ class Spoil(Hook):
 def one_bit_of_a_weight(run: Run) -> None:
     weight = run.module.get_parameter("layer2.0.weight")
     with torch.no_grad():
-        weight.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        weight[-1, -1, -1, -1:].view(torch.int32).bitwise_xor_(1)
 
 
 def an_average(run: Run) -> None:

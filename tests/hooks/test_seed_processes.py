@@ -55,7 +55,7 @@ def stamps(processes: Processes, folder: Path, workers: int) -> list[dict[int, t
     for epoch in (0, 1):
         run.state.epoch = epoch
         needed_hooks().on_epoch_start(run)
-        epochs.append({int(i[0, 0, 0]): tuple(i[0, -1, :3].tolist()) for images, _ in run.train_loader for i in images})
+        epochs.append({int(i[0, 0, 0]): tuple(i[0, -1, :3].tolist()) for images, *_ in run.train_loader for i in images})
     return epochs
 
 

@@ -60,7 +60,7 @@ def test_without_the_hook_the_order_repeats_after_a_break(tmp_path: Path) -> Non
     with alone_run(write_ids(tmp_path / "ids", train=40), batch_size=8) as run:
         SetEpoch().on_epoch_start(run)
         first = []
-        for images, _ in run.train_loader:
+        for images, *_ in run.train_loader:
             first += ids_of(images)
             run.train_loader.end()
             break

@@ -99,7 +99,7 @@ def _read(subject: Subject, epoch: int) -> list[Draw]:
             rows: list[list[float]] = list(chain(*first_batches(loader, batches)))
     else:
         with swapped(loader, dataset=subject.seeded_by_sample(draw_tensor)):
-            rows = list(chain(*(images.tolist() for images, _ in first_batches(loader, batches))))
+            rows = list(chain(*(images.tolist() for images, *_ in first_batches(loader, batches))))
     return [(int(row[0]), row[1], row[2], row[3]) for row in rows]
 
 

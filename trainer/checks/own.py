@@ -141,7 +141,7 @@ def subject_of(run: Run, processes: Processes, images: tuple[Images, ...], folde
         return replace(run, state=TrainState(loss_scale=loss_scale(accelerator), **state), finite=finite, checkpoint=None, first_step=0)
 
     def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        images, labels = (tensor.to(accelerator.device) for tensor in batch)
+        images, labels, _ = (tensor.to(accelerator.device) for tensor in batch)
         return model(run.normalize(images)), labels
 
     def start_epoch(epoch: int) -> None:

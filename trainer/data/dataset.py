@@ -10,14 +10,18 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.sampler import unpack_key
+from trainer.data.sampler import INDEX_MASK, unpack_key
 from trainer.runtime import UserError
 from trainer.seeding import derive_seed, seeded
 
 GREY_MODES = ("1", "L", "LA")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "F")
 
-Batch = tuple[Tensor, Tensor]
+# Rows that are read at once; one by one, `datasets` takes longer than decoding them.
+ROWS = 1024
+
+# uint8 images (B, C, H, W), int64 class numbers (B,), int64 keys (B,) of the samples (sampler.py).
+Batch = tuple[Tensor, Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
 
 
@@ -29,11 +33,13 @@ class ImageError(UserError):
 
 
 class ImageDataset(Dataset[Batch]):
-    """Images of one size, uint8 (C, H, W), with class numbers; decoded once into memory by `decode_all`, else each time.
+    """Images of one size, uint8 (C, H, W), with class numbers and keys; decoded once into memory by `decode_all`, else each time.
+
+    Decoded images are cut into batches by one indexing operation; `to` moves them to a device, and batches then come from there.
 
     Args:
         name: what error messages call it.
-        rows: a `datasets.Dataset` with the undecoded column `image`.
+        rows: a `datasets.Dataset` with the undecoded column `image`; a slice of it is a mapping of columns.
         labels: one class number for each row.
         mode: 'L' (grey, C = 1) or 'RGB' (C = 3): what every image is converted to.
         size: (height, width) that every image must have, pixels.
@@ -74,10 +80,16 @@ class ImageDataset(Dataset[Batch]):
             ImageError: an image is broken or has another size.
         """
         images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
-        for index, row in enumerate(self.rows):
-            images[index] = self._decode(index, row["image"])
+        for start in range(0, len(self), ROWS):
+            for index, record in enumerate(self.rows[start : start + ROWS]["image"], start):
+                images[index] = self._decode(index, record)
         self.images = images
         self.rows = None
+
+    def to(self, device: torch.device) -> None:
+        """Move the decoded images, and the labels, to `device`."""
+        assert self.images is not None
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def _decode(self, index: int, record: dict[str, Any]) -> Tensor:
         image = open_image(self.name, index, record)
@@ -89,28 +101,29 @@ class ImageDataset(Dataset[Batch]):
         pixels = torch.from_numpy(numpy.array(image.convert(self.mode), dtype=numpy.uint8))
         return pixels.reshape(*self.size, -1).permute(2, 0, 1)
 
-    def gather(self, indices: list[int]) -> Tensor:
-        """uint8 (B, C, H, W) images of the rows `indices`, without augmentation."""
+    def gather(self, indices: Tensor | list[int]) -> Tensor:
+        """uint8 (B, C, H, W) images of the rows `indices`, int64 (B,), without augmentation."""
+        indices = torch.as_tensor(indices, dtype=torch.int64)
         if self.images is not None:
-            return self.images[torch.tensor(indices)]
-        return torch.stack([self._decode(index, self.rows[index]["image"]) for index in indices])
+            return self.images.index_select(0, indices.to(self.images.device))
+        return torch.stack([self._decode(index, self.rows[index]["image"]) for index in indices.tolist()])
 
     def __getitem__(self, key: int) -> Batch:
-        images, labels = self.__getitems__([key])
-        return images[0], labels[0]
+        images, labels, keys = self.__getitems__([key])
+        return images[0], labels[0], keys[0]
 
     def __getitems__(self, keys: list[int]) -> Batch:
-        """(uint8 (B, C, H, W), int64 (B,)) of the samples that `keys` name; see `sampler.pack_key`."""
-        pairs = [unpack_key(key) for key in keys]
-        indices = [index for _, index in pairs]
+        """The samples that `keys` name (`sampler.pack_key`), as one batch."""
+        numbers = torch.tensor(keys, dtype=torch.int64)
+        indices = numbers & INDEX_MASK
         images = self.gather(indices)
         if self.transform is not None:
             augmented = []
-            for image, (epoch, index) in zip(images, pairs, strict=True):
-                with seeded(derive_seed(self.seed, "augment", epoch, index)):
+            for image, key in zip(images, keys, strict=True):
+                with seeded(derive_seed(self.seed, "augment", *unpack_key(key))):
                     augmented.append(self.transform(image))
             images = torch.stack(augmented)
-        return images, self.labels[torch.tensor(indices)]
+        return images, self.labels.index_select(0, indices.to(self.labels.device)), numbers
 
 
 def identity(batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import psutil
+import torch
 from torch.utils.data import DataLoader
 
 from trainer.config import Config
@@ -17,6 +18,8 @@ from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
 
 DEFAULT_BATCH_SIZE = 32
+# The values of --cache, the fastest first.
+CACHES = ("device", "ram", "none")
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
 SMALLEST_SIDE = 4
 
@@ -57,26 +60,49 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     """Find, open, decode and measure the data; local rank 0 of each host first. A collective.
 
     Args:
-        config: `dataset`, `cache`, `normalize` and the batch sizes rule.
+        config: `dataset`, `cache`, `num_workers`, `normalize` and the batch sizes rule.
         processes: all of them take part and fail together.
         transform: augmentation of training images, see `ImageDataset`.
 
     Raises:
-        UserError: the data set, an image or a batch size is not as it must be.
+        UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
     source = processes.local_main_first(lambda: load_source(config.dataset))
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
         train, test = open_splits(source, config, transform)
-        fits = (train.nbytes() + test.nbytes()) * processes.local_count <= psutil.virtual_memory().available / 2
-    in_memory = config.cache == "ram" or (config.cache == "auto" and all(processes.all_gather(fits)))
+        fits = places(train.nbytes() + test.nbytes(), config, processes, transform)
+    common = set.intersection(*processes.all_gather(fits))
+    cache = next(place for place in CACHES if place in common) if config.cache == "auto" else config.cache
     with processes.together():
-        if in_memory:
+        if cache != "none":
             train.decode_all()
             test.decode_all()
+        if cache == "device":
+            train.to(processes.state.device)
+            test.to(processes.state.device)
         channels = train.shape[0]
         mean, std = pixel_statistics(train) if config.normalize == "dataset" else ((0.0,) * channels, (1.0,) * channels)
     return Data(train, test, source.test_split, source.classes, mean, std, plan)
+
+
+def places(nbytes: int, config: Config, processes: Processes, transform: Transform | None) -> set[str]:
+    """Where this rank can keep `nbytes` of decoded images.
+
+    Raises:
+        UserError: `--cache device` contradicts another flag.
+    """
+    device = processes.state.device
+    # Images are augmented one by one on the CPU, and a worker that was forked cannot use CUDA.
+    bound = "--num_workers" if config.num_workers else "an augmentation that works on single images" if transform is not None else None
+    if config.cache == "device" and device.type != "cpu" and bound is not None:
+        raise UserError(f"--cache device keeps the images where {bound} cannot reach them: use --cache ram")
+    found = {"none"}
+    if nbytes * processes.local_count <= psutil.virtual_memory().available / 2:
+        found.add("ram")
+    if device.type == "cuda" and bound is None and nbytes <= torch.cuda.mem_get_info(device)[0] / 4:
+        found.add("device")
+    return found
 
 
 def open_splits(source: Source, config: Config, transform: Transform | None) -> tuple[ImageDataset, ImageDataset]:
@@ -119,13 +145,15 @@ def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
     return BatchPlan(samples, processes, batch_size, accumulation)
 
 
-def build_loaders(data: Data, config: Config) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
+def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
     """Train loader and evaluation loader, still to be prepared, with even_batches=False and True; the train loader's sampler."""
     options: dict[str, Any] = {
         "collate_fn": identity,
         "num_workers": config.num_workers,
         "persistent_workers": config.num_workers > 0,
         "worker_init_fn": leave_signals_to_trainer,
+        # What is on the device already cannot be pinned.
+        "pin_memory": device.type == "cuda" and data.train.labels.device.type == "cpu",
     }
     sampler = EpochSampler(len(data.train), config.seed)
     train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)

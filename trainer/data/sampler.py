@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 
 from trainer.seeding import derive_seed
 
 EPOCH_SHIFT = 40
+INDEX_MASK = (1 << EPOCH_SHIFT) - 1
 
 
 def pack_key(epoch: int, index: int) -> int:
@@ -23,7 +25,7 @@ def pack_key(epoch: int, index: int) -> int:
 
 def unpack_key(key: int) -> tuple[int, int]:
     """(epoch, index) of a key."""
-    return key >> EPOCH_SHIFT, key & ((1 << EPOCH_SHIFT) - 1)
+    return key >> EPOCH_SHIFT, key & INDEX_MASK
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,16 @@ class EpochSampler(Sampler[int]):
     def __len__(self) -> int:
         return self.samples - self.start
 
+    def _order(self) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
+        return torch.randperm(self.samples, generator=generator)
+
     def order(self) -> list[int]:
         """Sample indices in the order of this epoch, from the first one."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
-        return torch.randperm(self.samples, generator=generator).tolist()
+        return self._order().tolist()
 
     def __iter__(self) -> Iterator[int]:
-        base = pack_key(self.epoch, 0)
-        return iter([base | index for index in self.order()[self.start :]])
+        return iter((self._order()[self.start :] | pack_key(self.epoch, 0)).tolist())
 
 
 class RankBatchSampler(BatchSampler):

@@ -1,5 +1,7 @@
 """Pixels to what the model takes: whole batches, on the model's device."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -9,34 +11,42 @@ CHUNK = 4096
 
 
 class Normalize(nn.Module):
-    """uint8 (B, C, H, W) -> (pixels / 255 - mean) / std, of torch's default dtype, (B, C, H, W)."""
+    """uint8 (B, C, H, W) -> (pixels / 255 - mean) / std, of torch's default dtype, (B, C, H, W).
+
+    Args:
+        memory_format: of the result, in which the model computes.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(
+        self, mean: tuple[float, ...], std: tuple[float, ...], memory_format: torch.memory_format = torch.contiguous_format
+    ) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+        self.memory_format = memory_format
 
     def forward(self, images: Tensor) -> Tensor:
-        return (images.to(self.mean.dtype) / 255 - self.mean) / self.std
+        return images.to(self.mean.dtype, memory_format=self.memory_format).div_(255).sub_(self.mean).div_(self.std)
 
 
 def pixel_statistics(dataset: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation of each channel, of pixels scaled to 0..1.
 
-    They come from whole-number histograms, so that every rank gets the same bits. A channel of one value gets the deviation 1.
+    They come from whole-number sums, so that every rank gets the same bits. A channel of one value gets the deviation 1.
     """
-    channels = dataset.shape[0]
-    counts = torch.zeros(channels, 256, dtype=torch.int64)
+    channels, (height, width) = dataset.shape[0], dataset.size
+    total, squares = [0] * channels, [0] * channels
     for start in range(0, len(dataset), CHUNK):
-        images = dataset.gather(list(range(start, min(start + CHUNK, len(dataset)))))
+        images = dataset.gather(torch.arange(start, min(start + CHUNK, len(dataset))))
         for channel in range(channels):
-            counts[channel] += torch.bincount(images[:, channel].flatten().int(), minlength=256)
-    values = torch.arange(256, dtype=torch.float64) / 255
-    weights = counts.double() / counts.sum(1, keepdim=True)
-    mean = (weights * values).sum(1)
-    std = (weights * (values - mean[:, None]) ** 2).sum(1).sqrt()
-    std[std == 0] = 1
-    return tuple(mean.tolist()), tuple(std.tolist())
+            pixels = images[:, channel].to(torch.int32)
+            total[channel] += int(pixels.sum())
+            squares[channel] += int(pixels.square_().sum())
+    count = len(dataset) * height * width
+    mean = [one / count / 255 for one in total]
+    # In whole numbers: a difference of two large floats would lose the digits that matter.
+    std = [math.sqrt(count * square - one**2) / count / 255 or 1.0 for one, square in zip(total, squares, strict=True)]
+    return tuple(mean), tuple(std)

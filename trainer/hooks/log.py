@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 
 from trainer.accelerator import describe_precision
@@ -33,6 +34,7 @@ class Log(Hook):
         self.seconds = self.train_seconds = 0.0
         self.training_since: float | None = None
         self.fit_start = time.perf_counter()
+        self.startup_seconds: float | None = None
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
@@ -60,6 +62,9 @@ class Log(Hook):
         self.start = self.training_since = time.perf_counter()
 
     def on_step_end(self, run: Run) -> None:
+        if self.startup_seconds is None:
+            self.startup_seconds = time.time() - psutil.Process().create_time()
+        self.print_notes(run)
         if run.state.step % run.config.log_interval == 0:
             self.log_training(run)
 
@@ -139,6 +144,7 @@ class Log(Hook):
     def on_fit_end(self, run: Run) -> None:
         if not run.is_main:
             return
+        self.print_notes(run)
         state, best = run.state, run.state.best
         seconds = self.elapsed()
         write_json(
@@ -160,6 +166,7 @@ class Log(Hook):
                 "scale": state.loss_scale,
                 "seconds": seconds,
                 "train_seconds": self.train_seconds,
+                "startup_seconds": self.startup_seconds,
                 "confusion": state.metrics["confusion"],
             },
         )
@@ -177,7 +184,12 @@ class Log(Hook):
 
     def on_interrupt(self, run: Run) -> None:
         if run.is_main:
+            self.print_notes(run)
             self.print(f"stop  {run.state.interrupted}: epoch {run.state.epoch + 1}, update {run.state.step}; writing a checkpoint")
+
+    def print_notes(self, run: Run) -> None:
+        while run.notes and run.is_main:
+            self.print(run.notes.pop(0))
 
     def print(self, line: str) -> None:
         try:
@@ -225,24 +237,33 @@ def describe_extras(config: Config) -> list[tuple[str, str]]:
     return rows
 
 
+def place_of_images(run: Run) -> str:
+    images = run.data.train.images
+    if images is None:
+        return "decoded each time"
+    return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
+
+
 def describe(run: Run) -> list[tuple[str, str]]:
     """What will happen, as (name, value) lines."""
     config, plan, accelerator = run.config, run.plan, run.accelerator
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a process"
     processes = f"{run.processes.count}" + (f", backend {run.processes.state.backend}" if run.processes.control is not None else "")
-    dynamo = accelerator.state.dynamo_plugin.backend.value.lower()
+    plugin = accelerator.state.dynamo_plugin
+    dynamo = plugin.backend.value.lower()
     shape = " x ".join(map(str, run.data.train.shape))
     rows = [
         ("device", name),
         ("processes", processes),
         ("precision", describe_precision(accelerator) + (", TF32" if config.tf32 else "")),
+        ("format", "channels last" if run.normalize.memory_format is torch.channels_last else "channels first"),
         ("sync_bn", f"on ({run.sync_bn_layers} layers)" if run.sync_bn_layers else "off"),
-        ("compile", f"dynamo backend {dynamo}" if dynamo != "no" else "no"),
+        ("compile", f"dynamo backend {dynamo}" + f", {plugin.mode}" * (plugin.mode != "default") if dynamo != "no" else "no"),
         (
             "data",
             f"{config.dataset}: {len(run.data.train)} train / {len(run.data.test)} {run.data.test_split}, {len(run.data.classes)} classes, "
-            f"images {shape}, decoded {'once into memory' if run.data.train.images is not None else 'each time'}",
+            f"images {shape}, {place_of_images(run)}",
         ),
         ("model", f"{config.model}, {sum(p.numel() for p in run.module.parameters()):,} parameters"),
         (
