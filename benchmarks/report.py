@@ -138,7 +138,8 @@ def tables(results: Results) -> str:
     """Markdown: contenders, targets, and what belongs to neither."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *contenders(results)]
     lines += ["", "| target | | measured | |", "|---|---|---|---|", *(target.row(results) for target in TARGETS)]
-    lines += ["", "| more | |", "|---|---|", *(f"| {what} | {cell(value, digits)} |" for what, value, digits in more(results))]
+    rest = [f"| {what} | {cell(value, digits)} |" for what, value, digits in more(results) if value is not None]
+    lines += ["", "| more | |", "|---|---|", *rest] if rest else []
     return "\n".join(lines)
 
 
