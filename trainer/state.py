@@ -13,7 +13,8 @@ from trainer.data.loaders import Data, build_loaders
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
 from trainer.finite import Finite
-from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
+from trainer.models.build import batchnorm_layers, make_model, synchronise_batchnorm
+from trainer.models.head import freeze_backbone
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
 from trainer.seeding import derive_seed
@@ -102,6 +103,7 @@ class Run:
         resume_notes: what the user should know of a resume.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
+        weights: where the model's weights came from.
     """
 
     config: Config
@@ -130,6 +132,7 @@ class Run:
     resume_notes: list[str] = field(default_factory=list)
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
+    weights: str = "random"
 
     @property
     def plan(self) -> BatchPlan:
@@ -172,26 +175,35 @@ def planned_steps(config: Config, updates: int) -> int:
     return updates if config.max_steps is None else min(updates, config.max_steps)
 
 
-def build_run(config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None) -> Run:
+def build_run(
+    config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None, resumed: bool = False
+) -> Run:
     """Build model, optimizer and loaders, and let the Accelerator prepare them. A collective.
 
     Args:
         module: a model of one's own instead of `config.model`'s, with the same weights on all ranks or not: DDP sends rank 0's.
+        resumed: a checkpoint will be restored: `config.weights` are not loaded.
 
     Raises:
-        UserError: BatchNorm statistics would differ between ranks.
+        UserError: the model cannot be built or does not fit the images, or BatchNorm statistics would differ between ranks.
     """
     torch.manual_seed(derive_seed(config.seed, "init"))
+    converted, weights, plan = 0, "random", data.plan
+    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
     if module is None:
         channels, height, width = data.train.shape
-        module = build_model(config.model, channels, (height, width), len(data.classes))
-    converted = 0
-    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
-    if synchronise and processes.control is not None:
+        last, classes = plan.micro_batches - 1, len(data.classes)
+        smallest = plan.size(last) if synchronise else plan.share(last, processes.count - 1)
+        module, weights = processes.local_main_first(lambda: make_model(config, channels, (height, width), classes, smallest, resumed))
+    # Without its BatchNorm layers, whose statistics stay: there are none to synchronise then.
+    frozen = config.freeze == "backbone"
+    if frozen:
+        freeze_backbone(config.model, module, len(data.classes))
+    if synchronise and processes.control is not None and not frozen:
         module, converted = synchronise_batchnorm(module, accelerator.device)
-    elif config.sync_bn == "on":
+    elif config.sync_bn == "on" and processes.control is None:
         raise UserError("--sync_bn on needs more than one process: leave it at auto", agreed=True)
-    if processes.count > 1 and not synchronise and not config.broadcast_buffers and batchnorm_layers(module):
+    if processes.count > 1 and not (synchronise or frozen or config.broadcast_buffers) and batchnorm_layers(module):
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )
@@ -226,4 +238,5 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         finite=Finite(accelerator.device),
         watch=Watch(processes, config.hang_timeout),
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
+        weights=weights,
     )
