@@ -1,6 +1,7 @@
 """Weights from a file, or published by torchvision, into a model: all of them, or the tensors that stay random are named."""
 
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,14 +37,17 @@ def load_tensors(module: nn.Module, tensors: dict[str, Tensor], left: Sequence[s
     versioned._metadata = getattr(tensors, "_metadata", own._metadata)
     # A lazy layer takes any shape.
     shapes = {name: (tensor.shape, own[name].shape) for name, tensor in tensors.items() if name in own and not is_lazy(own[name])}
-    wrong = [f"{name} is {_shape(this)} instead of {_shape(that)}" for name, (this, that) in shapes.items() if this != that]
-    if not wrong:
+    differing = [f"{name} is {_shape(this)} instead of {_shape(that)}" for name, (this, that) in shapes.items() if this != that]
+    missing, unexpected = [name for name in own if name not in tensors], [name for name in tensors if name not in own]
+    if not differing:
+        # Not those that a layer knows by an older name.
         missing, unexpected = module.load_state_dict(versioned, strict=False)
-        missing = [name for name in missing if name not in left]
-        wrong += [f"it lacks {shortened(missing)}"] if missing else []
-        wrong += [f"it has {shortened(unexpected)}, unknown to the model"] if unexpected else []
+    missing = [name for name in missing if name not in left]
+    wrong = [f"it lacks {shortened(missing)}"] if missing else []
+    wrong += [f"it has {shortened(sorted(unexpected))}, unknown to the model"] if unexpected else []
+    wrong += [shortened(differing)] if differing else []
     if wrong:
-        raise ValueError(shortened(wrong))
+        raise ValueError(", ".join(wrong))
 
 
 def find_file(weights: str, names: str = "") -> Path:
@@ -75,7 +79,10 @@ def read(weights: str) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # On how a file was pickled.
+            warnings.simplefilter("ignore")
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         # torch's text goes on with how to execute it.
         raise UserError(

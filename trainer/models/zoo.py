@@ -6,7 +6,7 @@ torchvision is imported here only, and only when one of its models is asked for.
 import io
 import re
 import sys
-from contextlib import nullcontext, redirect_stderr
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -117,8 +117,11 @@ def download(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     published = library(name).get_model_weights(name)[weights]
     terminal = sys.stderr.isatty()
     try:
-        # torch says there that it downloads; in a log that is one line too many beside the reason why it failed.
-        with nullcontext() if terminal else redirect_stderr(io.StringIO()):
+        with ExitStack() as quiet:
+            if not terminal:
+                # torch says that it downloads: in a log one line too many.
+                quiet.enter_context(redirect_stdout(io.StringIO()))
+                quiet.enter_context(redirect_stderr(io.StringIO()))
             tensors: dict[str, Tensor] = published.get_state_dict(progress=terminal, check_hash=True, weights_only=True)
     except Exception as error:
         raise UserError(
