@@ -13,7 +13,7 @@ from trainer.data.loaders import Data, build_loaders
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
 from trainer.finite import Finite
-from trainer.models.build import batchnorm_layers, make_model, synchronise_batchnorm
+from trainer.models.build import batchnorm_layers, keep_strides, make_model, synchronise_batchnorm
 from trainer.models.head import freeze_backbone
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
@@ -207,6 +207,8 @@ def build_run(
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )
+    if processes.count > 1:
+        keep_strides(module)
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader, sampler = build_loaders(data, config)
     model, optimizer = accelerator.prepare(module, optimizer)

@@ -1,6 +1,7 @@
 """Name -> model, tried on the images' size, and its BatchNorm layers synchronised over the processes."""
 
 import difflib
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,23 @@ def try_images(
             f"--model {architecture} on images of {shape} normalises over the batch alone, and each epoch has a batch of one image: "
             "choose another --batch_size"
         )
+
+
+def keep_strides(model: nn.Module) -> None:
+    """Bring the gradients of convolutions to the strides of their weights, before DDP sees them.
+
+    A dimension of 1 (depthwise, 1 x 1 and grey convolutions) leaves its stride open, and backward chooses another than the weight has where
+    the images lie in channels_last, as within torchvision's ConvNeXt. DDP would warn of it, and copy (pytorch#47163).
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim == 4 and 1 in parameter.shape:
+            parameter.register_hook(partial(_restride, parameter.stride()))
+
+
+def _restride(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
+    if gradient.stride() != strides and gradient.is_contiguous():
+        return gradient.as_strided(gradient.shape, strides)
+    return gradient
 
 
 def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
