@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import numpy
 import pytest
-from torchvision.datasets import MNIST  # type: ignore[import-untyped]
+from torchvision.datasets import MNIST
 
 from benchmarks import chart, report, sets
 from benchmarks.runner import CONTENDERS, HERE, OPTIMIZER, PEERS, Contender, Runner, read_ours, summary

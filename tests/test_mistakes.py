@@ -6,6 +6,7 @@ Each mistake is made on one and on two processes, by the command itself, in proc
 import json
 import os
 import pickle
+import py_compile
 import re
 import shlex
 import shutil
@@ -181,6 +182,31 @@ def tiny(place: Place) -> None:
         write_parquet(folder / f"{split}.parquet", [ids_image(i).resize((3, 3)) for i in range(4)], [0, 1, 2, 3])
 
 
+# Models
+
+
+def own(name: str, text: str) -> Setup:
+    """A module of one's own; compiled, so that importing it leaves nothing new behind."""
+
+    def setup(place: Place) -> None:
+        file = place.folder / f"{name}.py"
+        file.write_text(f"{text}\n")
+        py_compile.compile(str(file))
+
+    return setup
+
+
+def stored(content: Any) -> Setup:
+    return lambda place: torch.save(content, place.folder / "some.pth")
+
+
+def evil(name: str) -> Setup:
+    def setup(place: Place) -> None:
+        (place.folder / name).write_bytes(pickle.dumps(Payload(place.folder / "executed")))
+
+    return setup
+
+
 # Checkpoints
 
 
@@ -346,6 +372,79 @@ MISTAKES: dict[str, Mistake] = {
     "BatchNorm that drifts apart": Mistake(
         "--sync_bn off --broadcast_buffers false", "--sync_bn off with --broadcast_buffers false", "change one of them", counts=(2,)
     ),
+    # Models
+    "an unknown model": Mistake("--model resnet19", "--model resnet19: there is no such model", "did you mean resnet18, "),
+    "a model like no other": Mistake(
+        "--model zzz", "--model zzz", "give convnet, a classification model of torchvision, or package.module"
+    ),
+    "a model without a name": Mistake('--model ""', "--model must not be empty", "give it a value, or leave it out"),
+    "images too small for the model": Mistake("--model inception_v3", "1 x 8 x 8", "choose another model, or images of another size"),
+    "one image at a time where BatchNorm needs two": Mistake(
+        "--model shufflenet_v2_x0_5 --batch_size 5", "a batch of one image", "choose another --batch_size", counts=(1,)
+    ),
+    "one image at a time on each of two": Mistake(
+        "--model shufflenet_v2_x0_5 --batch_size 1 --sync_bn off", "a batch of one image", "choose another --batch_size", counts=(2,)
+    ),
+    "a factory that is nowhere": Mistake("--model nowhere:make", "the module nowhere cannot be imported", "start where it is found"),
+    "a factory without its function": Mistake("--model own_1:make", "own_1 has no make", "did you mean made?", own("own_1", "made = 3")),
+    "a factory that fails": Mistake(
+        "--model own_2:make", "ZeroDivisionError: division by zero in ", "correct it", own("own_2", "def make(num_classes): 1 / 0")
+    ),
+    "a factory that wants more": Mistake(
+        "--model own_3:make", "needs depth", "give the others defaults", own("own_3", "def make(depth, num_classes): ...")
+    ),
+    "a factory that makes nothing": Mistake(
+        "--model own_4:make", "returns a NoneType", "let it return a torch.nn.Module", own("own_4", "def make(num_classes): ...")
+    ),
+    "a factory that does not know the classes": Mistake(
+        "--model own_5:make",
+        "returns 2 x 3 numbers for 2 images, not 2 x 10",
+        "let it take num_classes",
+        own("own_5", "from torch import nn\ndef make(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))"),
+    ),
+    "a factory that trains nothing": Mistake(
+        "--model own_6:make",
+        "no parameter that takes a gradient",
+        "nothing to train",
+        own("own_6", "from torch import nn\ndef make(): return nn.Flatten()"),
+    ),
+    "a backbone without a classifier": Mistake(
+        "--model own_7:make --freeze backbone",
+        "--freeze backbone finds no classifier in --model own_7:make",
+        "leave --freeze out",
+        own(
+            "own_7",
+            "from torch import nn\ndef make(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Unflatten(1, (10, 2)), "
+            "nn.AvgPool1d(2), nn.Flatten())",
+        ),
+    ),
+    "frozen by another word": Mistake("--freeze all", "'all'", "--freeze must be one of none, backbone"),
+    "normalised by another word": Mistake("--normalize mean", "'mean'", "--normalize must be one of dataset, none, imagenet"),
+    "no weights": Mistake("--weights nowhere.pth", "there is no file nowhere.pth", "name a model folder, a .safetensors file"),
+    "a folder without weights": Mistake(
+        "--weights empty", "there is no file empty/model.safetensors", "name a model folder", lambda place: (place.folder / "empty").mkdir()
+    ),
+    "weights that torchvision has not": Mistake(
+        "--model shufflenet_v2_x0_5 --weights IMAGENET1K_V9", "IMAGENET1K_V9", "or one of torchvision's (IMAGENET1K_V1, DEFAULT)"
+    ),
+    "weights that cannot be downloaded": Mistake(
+        "--model shufflenet_v2_x0_5 --weights DEFAULT",
+        "https://download.pytorch.org/models/shufflenetv2_x0.5-f707e7126e.pth cannot be downloaded or read",
+        "give it by --weights FILE",
+        # A port that nobody listens on, also where there is a network.
+        variables={"https_proxy": "http://127.0.0.1:1", "TORCH_HOME": "/nowhere"},
+    ),
+    "weights of another model": Mistake(
+        "--model shufflenet_v2_x0_5 --weights run/model", "it lacks conv1.0.weight", "give weights of that model", Place.run
+    ),
+    "weights that are a training": Mistake(
+        "--weights some.pth", "it holds model, epoch", "save the model's state_dict() alone", stored({"model": {}, "epoch": 3})
+    ),
+    "weights that are no file of torch": Mistake("--weights notes.txt", "notes.txt is no file of torch", "give a state dict", a_file),
+    "a hostile pickle for pretrained weights": Mistake("--weights evil.pth", "evil.pth", "give a state dict", evil("evil.pth")),
+    "a hostile pickle with a harmless name": Mistake(
+        "--weights evil.safetensors", "evil.safetensors cannot be read", "give another file", evil("evil.safetensors")
+    ),
     # Recipes
     "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are mnist, mnist5k, tutorial"),
     "a recipe that is a folder": Mistake(
@@ -455,6 +554,10 @@ MISTAKES: dict[str, Mistake] = {
         "was written with vit: use that",
         changed("state.json", lambda state: state["config"].update(model="vit")),
     ),
+    "other weights to start from": Mistake(
+        "--resume run --weights run/model", "--weights run/model", "was written with none: use that, or train anew", Place.run
+    ),
+    "frozen in the middle": Mistake("--resume run --freeze backbone", "--freeze backbone", "was written with none: use that", Place.run),
     "other data": Mistake(
         "--dataset data --resume auto --output_dir run --epochs 3",
         "train 16 -> 24",

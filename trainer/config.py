@@ -34,8 +34,9 @@ class DataConfig:
     whatever the product is"""
     eval_batch_size: int = 125
     """images a process evaluates at once"""
-    normalize: Literal["dataset", "none"] = "dataset"
-    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, 'none' only scales to 0..1"""
+    normalize: Literal["dataset", "none", "imagenet"] = "dataset"
+    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, 'imagenet' does so with ImageNet's, which
+    published weights expect, 'none' only scales to 0..1"""
     augment: Literal["none", "light"] = "none"
     """of training images: 'light' shifts by up to an eighth of the side and mirrors"""
     hflip: float = 0.5
@@ -51,8 +52,14 @@ class DataConfig:
 class ModelConfig:
     """Model and numerics"""
 
-    model: Literal["convnet"] = "convnet"
-    """the tutorials' ConvNet"""
+    model: str = "convnet"
+    """convnet (the tutorials'), a classification model of torchvision (resnet18, vit_b_16 ...), or package.module:factory, a function or
+    class of one's own that takes any of in_channels, size (height, width) and num_classes by name"""
+    weights: str = "none"
+    """what the model starts from: none (random), a file (an exported model folder, .safetensors, or a state dict .pth), or a name of
+    torchvision's for the model (DEFAULT, IMAGENET1K_V1 ...); a classifier for another number of classes is left out"""
+    freeze: Literal["none", "backbone"] = "none"
+    """'backbone': only the classifier is trained; all else, BatchNorm's statistics too, stays as it is"""
     channels_last: Literal["auto", "on", "off"] = "auto"
     """memory format of images and convolutions; 'auto' is 'on' where it was measured or is known to be faster: on CPUs, and on GPUs
     with fp16, bf16 or --tf32"""
@@ -184,7 +191,7 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         for name in ("lr", "max_grad_norm", "lr_gamma"):
             if getattr(self, name) == 0:
                 raise UserError(f"--{name} must be above 0, but is 0")
-        for name in ("dataset", "output_dir", "resume_from_checkpoint"):
+        for name in ("dataset", "model", "weights", "output_dir", "resume_from_checkpoint"):
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise UserError(f"--{name} must not be empty: give it a value, or leave it out")

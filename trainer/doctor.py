@@ -69,10 +69,12 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
     from trainer.checks.script import forward
     from trainer.data.loaders import load_data
     from trainer.data.sources import load_source
+    from trainer.models.build import check_model
     from trainer.state import build_run
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
+        check_model(config, resumed=False)
     source = processes.local_main_first(lambda: load_source(config.dataset))
     images, folder = images_of(source, config), Path(config.output_dir or "runs")
     with messengers() as own:

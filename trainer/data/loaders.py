@@ -13,7 +13,7 @@ from trainer.config import Config
 from trainer.data.dataset import GREY_MODES, Batch, ImageDataset, Transform, identity, open_image
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
-from trainer.data.transforms import pixel_statistics
+from trainer.data.transforms import normalisation
 from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
 
@@ -81,8 +81,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
         if cache == "device":
             train.to(processes.state.device)
             test.to(processes.state.device)
-        channels = train.shape[0]
-        mean, std = pixel_statistics(train) if config.normalize == "dataset" else ((0.0,) * channels, (1.0,) * channels)
+        mean, std = normalisation(config.normalize, train)
     return Data(train, test, source.test_split, source.classes, mean, std, plan)
 
 

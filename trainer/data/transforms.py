@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from trainer.data.dataset import ImageDataset
 
 CHUNK = 4096
+# Of ImageNet's training images, as torchvision's ImageClassification preset has them: red, green, blue.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalize(nn.Module):
@@ -30,6 +32,16 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return images.to(self.mean.dtype, memory_format=self.memory_format).div_(255).sub_(self.mean).div_(self.std)
+
+
+def normalisation(kind: str, dataset: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel that `--normalize` asks for; for grey images 'imagenet' takes the averages over the colours."""
+    channels = dataset.shape[0]
+    if kind == "dataset":
+        return pixel_statistics(dataset)
+    if kind == "imagenet":
+        return (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((sum(IMAGENET_MEAN) / 3,), (sum(IMAGENET_STD) / 3,))
+    return (0.0,) * channels, (1.0,) * channels
 
 
 def pixel_statistics(dataset: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:

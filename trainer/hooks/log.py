@@ -244,6 +244,13 @@ def place_of_images(run: Run) -> str:
     return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
 
 
+def count_parameters(run: Run) -> str:
+    """All parameters, and those that are trained where it is not all."""
+    parameters = list(run.module.parameters())
+    total, trained = (sum(parameter.numel() for parameter in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+    return f"{total:,} parameters" if trained == total else f"{trained:,} of {total:,} parameters trained"
+
+
 def describe(run: Run) -> list[tuple[str, str]]:
     """What will happen, as (name, value) lines."""
     config, plan, accelerator = run.config, run.plan, run.accelerator
@@ -265,7 +272,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
             f"{config.dataset}: {len(run.data.train)} train / {len(run.data.test)} {run.data.test_split}, {len(run.data.classes)} classes, "
             f"images {shape}, {place_of_images(run)}",
         ),
-        ("model", f"{config.model}, {sum(p.numel() for p in run.module.parameters()):,} parameters"),
+        ("model", f"{config.model}, {count_parameters(run)}"),
+        ("weights", run.weights),
         (
             "batch",
             f"{plan.batch_size} a process x {plan.processes} processes x {plan.accumulation} accumulation "
