@@ -76,9 +76,10 @@ def plain_loop(name: str, start: dict[str, Tensor], data: Path) -> dict[str, Ten
             images, (mean,), (std,) = run.data.train, run.data.mean, run.data.std
             model = build_model(name, 1, (8, 8), 10)
             model.load_state_dict(start)
+            model.to(memory_format=torch.channels_last)
             model.requires_grad_(False)
             head = model.get_submodule(MODELS[name]).requires_grad_(True)
-            optimizer = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+            optimizer = torch.optim.SGD(head.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
             sampler = EpochSampler(len(images), SEED)
             for epoch in range(EPOCHS):
                 sampler.set_epoch(epoch)
@@ -87,7 +88,7 @@ def plain_loop(name: str, start: dict[str, Tensor], data: Path) -> dict[str, Ten
                     if isinstance(layer, nn.BatchNorm2d):
                         layer.eval()
                 for first in range(0, len(images), 16):
-                    batch, labels = images.__getitems__(sampler.order()[first : first + 16])
+                    batch, labels, _ = images.__getitems__(sampler.order()[first : first + 16])
                     optimizer.zero_grad()
                     F.cross_entropy(model((batch.double() / 255 - mean) / std), labels).backward()
                     nn.utils.clip_grad_norm_(head.parameters(), 1.0)
