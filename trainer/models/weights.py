@@ -113,13 +113,22 @@ def load_weights(weights: str, architecture: str, module: nn.Module, num_classes
         words = [f"{weights} of torchvision", note]
     else:
         tensors, words = read(weights), [f"from {weights}"]
-    if is_zoo(architecture):
-        words += zoo.translate(architecture, module, tensors)
+    try:
+        words += _fit(tensors, architecture, module, num_classes)
+    except Exception as error:
+        raise UserError(
+            f"--weights {weights} does not fit --model {architecture}: {' '.join(str(error).split())}: give weights of that model"
+        ) from None
+    return "; ".join(words)
+
+
+def _fit(tensors: dict[str, Tensor], architecture: str, module: nn.Module, num_classes: int) -> list[str]:
+    """Load tensors, changed in place to what the model needs; returns what was changed, in words."""
+    words = zoo.translate(architecture, module, tensors) if is_zoo(architecture) else []
     own = module.state_dict()
     first = zoo.first_convolution(module)
-    colour = next((name for name, layer in module.named_modules() if layer is first), None)
-    key = f"{colour}.weight"
-    if first is not None and first.in_channels == 1 and key in tensors and tensors[key].ndim == 4 and tensors[key].shape[1] == 3:
+    key = next((f"{name}.weight" for name, layer in module.named_modules() if layer is first), "")
+    if first is not None and first.in_channels == 1 and key in tensors and tensors[key].shape[1:2] == (3,):
         tensors[key] = zoo.to_grey(architecture, tensors[key])
         words.append(f"{key} summed over colours")
     head = classifier(module, num_classes)
@@ -132,13 +141,8 @@ def load_weights(weights: str, architecture: str, module: nn.Module, num_classes
         words.append(f"{' and '.join(left)} random, since {len(tensors[left[0]])} classes were trained and these are {num_classes}")
     for name in left:
         del tensors[name]
-    try:
-        load_tensors(module, tensors, left)
-    except Exception as error:
-        raise UserError(
-            f"--weights {weights} does not fit --model {architecture}: {' '.join(str(error).split())}: give weights of that model"
-        ) from None
-    return "; ".join(words)
+    load_tensors(module, tensors, left)
+    return words
 
 
 def is_zoo(architecture: str) -> bool:
