@@ -90,6 +90,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
     if state.stop or not plan.micro_batches:
         resume_generators(run)
         return
+    state.bad_images = state.bad_images if state.consumed else 0
     run.model.train()
     losses: list[Tensor] = []
     for micro, (images, labels, keys) in enumerate(timed(run.train_loader, run)):
@@ -105,6 +106,8 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         losses.append(loss.detach())
         run.window.loss += losses[-1] * len(labels)
         run.window.samples += len(labels)
+        if run.config.on_bad_image == "skip":
+            run.window.bad += (keys < 0).sum()
         if not update:
             continue
         run.at("update")

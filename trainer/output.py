@@ -62,7 +62,7 @@ def _create(config: Config, checkpoint: Checkpoint | None, made: list[Path]) -> 
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, os.strerror(13))
         return folder
-    dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
+    dataset = re.sub(r"[^\w.-]+", "-", config.data_name).strip("-.") or "run"
     name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
         folder = Path("runs", name if number == 0 else f"{name}-{number}")

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from tests.helpers import SIDE, Rows, ids_image, ids_of, png
-from trainer.data.dataset import ImageDataset, ImageError, Transform, identity, open_image
+from trainer.data.dataset import ImageDataset, Shape, Transform, identity
+from trainer.data.decode import ImageError
 from trainer.data.sampler import pack_key
 from trainer.runtime import UserError
 
@@ -30,7 +31,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def dataset_of(contents: list[bytes], mode: str = "L", transform: Transform | None = None, seed: int = 0) -> ImageDataset:
     return ImageDataset(
-        "some", Rows([record(content) for content in contents]), list(range(len(contents))), mode, (SIDE, SIDE), transform, seed
+        "--dataset some", Rows([record(content) for content in contents]), list(range(len(contents))), Shape(mode, (SIDE, SIDE)), transform, seed
     )
 
 
@@ -78,7 +79,7 @@ def test_colours(content: bytes, grey: int, rgb: tuple[int, int, int], in_memory
 def test_rows_and_columns_keep_their_places(mode: str) -> None:
     shape = (4, 6) if mode == "L" else (4, 6, 3)
     pixels = numpy.random.default_rng(0).integers(0, 256, shape, dtype=numpy.uint8)
-    dataset = ImageDataset("some", Rows([record(png(Image.fromarray(pixels)))]), [3], mode, (4, 6))
+    dataset = ImageDataset("--dataset some", Rows([record(png(Image.fromarray(pixels)))]), [3], Shape(mode, (4, 6)))
     image, label, _ = dataset[0]
     numpy.testing.assert_array_equal(image.permute(1, 2, 0).numpy().reshape(shape), pixels)
     assert int(label) == 3
@@ -123,7 +124,7 @@ def test_a_broken_image_is_named(content: bytes, reason: str, path: str | None) 
     rows = Rows([record(GOOD), record(GOOD), record(content, path)])
     name = "--dataset some: image 2 " + (f"({path}) " if path else "")
     for whole in (False, True):
-        dataset = ImageDataset("some", rows, [0, 1, 2], "L", (SIDE, SIDE))
+        dataset = ImageDataset("--dataset some", rows, [0, 1, 2], Shape("L", (SIDE, SIDE)))
         assert dataset.__getitems__([1])[1].tolist() == [1]
         with pytest.raises(UserError) as raised:
             dataset.decode_all() if whole else dataset.__getitems__([1, 2])
@@ -133,7 +134,7 @@ def test_a_broken_image_is_named(content: bytes, reason: str, path: str | None) 
 
 def test_images_can_lie_in_files_of_their_own(tmp_path: Path) -> None:
     ids_image(300).save(tmp_path / "a.png")
-    dataset = ImageDataset("some", [record(None, str(tmp_path / name)) for name in ("a.png", "gone.png")], [0, 1], "L", (SIDE, SIDE))
+    dataset = ImageDataset("--dataset some", [record(None, str(tmp_path / name)) for name in ("a.png", "gone.png")], [0, 1], Shape("L", (SIDE, SIDE)))
     assert ids_of(dataset.gather([0])) == [300]
     with pytest.raises(UserError, match=rf"image 1 \({tmp_path}/gone.png\) cannot be read"):
         dataset.gather([1])
@@ -154,7 +155,7 @@ def test_a_workers_refusal_is_still_one_sentence() -> None:
 
 def test_open_image_decodes_at_once() -> None:
     with pytest.raises(UserError):
-        open_image("some", 0, record(GOOD[:60])["image"])
+        open_image("--dataset some", 0, record(GOOD[:60])["image"])
 
 
 def noise(image: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ import datasets
 import pytest
 
 from tests.helpers import ROOT, ids_image, write_ids, write_parquet
-from trainer.data.sources import TEST_SPLITS, load_source
+from trainer.config import Config
+from trainer.data.folders import TEST_SPLITS
+from trainer.data.sources import Source, load_source
 from trainer.runtime import UserError
 
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
@@ -42,9 +44,13 @@ def write_image_folder(folder: Path, train: tuple[str, ...], test: tuple[str, ..
     return str(folder)
 
 
-def refusal(name: str) -> str:
+def opened(name: str, **knobs: Any) -> Source:
+    return load_source(Config(dataset=name, **knobs))
+
+
+def refusal(name: str, **knobs: Any) -> str:
     with pytest.raises(UserError) as raised:
-        load_source(name)
+        opened(name, **knobs)
     text = str(raised.value)
     assert "\n" not in text
     assert text.startswith(f"--dataset {name}")
@@ -52,7 +58,7 @@ def refusal(name: str) -> str:
 
 
 def test_the_embedded_digits() -> None:
-    source = load_source("mnist5k")
+    source = opened("mnist5k")
     assert source.classes == tuple("0123456789")
     assert source.test_split == "test"
     assert Counter(source.train_labels) == dict.fromkeys(range(10), 400)
@@ -65,7 +71,7 @@ def test_the_embedded_digits() -> None:
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason=f"full MNIST is not at {MNIST}")
 def test_full_mnist() -> None:
-    source = load_source(str(MNIST))
+    source = opened(str(MNIST))
     assert (len(source.train), len(source.test)) == (60_000, 10_000)
     assert source.classes == tuple("0123456789")
     assert Counter(source.train_labels)[1] == 6742
@@ -73,7 +79,7 @@ def test_full_mnist() -> None:
 
 
 def test_a_folder_of_parquet_files(tmp_path: Path) -> None:
-    source = load_source(str(write_ids(tmp_path / "ids", train=12, test=5)))
+    source = opened(str(write_ids(tmp_path / "ids", train=12, test=5)))
     assert (len(source.train), len(source.test)) == (12, 5)
     assert source.train_labels == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert source.train.column_names == ["image", "label"]
@@ -84,21 +90,21 @@ def test_paths_are_relative_or_below_home(tmp_path: Path, monkeypatch: pytest.Mo
     write_ids(tmp_path / "ids", train=3, test=2)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("ids", "./ids", "~/ids"):
-        assert len(load_source(name).train) == 3
+        assert len(opened(name).train) == 3
 
 
 def test_parts_of_a_split_are_put_together(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
     (folder / "train.parquet").rename(folder / "train-00000-of-00002.parquet")
     write_parquet(folder / "train-00001-of-00002.parquet", [ids_image(9)] * 3, [7, 8, 9])
-    assert load_source(str(folder)).train_labels == [0, 1, 2, 3, 7, 8, 9]
+    assert opened(str(folder)).train_labels == [0, 1, 2, 3, 7, 8, 9]
 
 
 @pytest.mark.parametrize("split", TEST_SPLITS)
 def test_the_test_split_has_many_names(tmp_path: Path, split: str) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
     (folder / "test.parquet").rename(folder / f"{split}.parquet")
-    source = load_source(str(folder))
+    source = opened(str(folder))
     # `datasets` itself renames val, valid, dev and eval.
     assert source.test_split in TEST_SPLITS
     assert len(source.test) == 2
@@ -110,7 +116,7 @@ def test_a_folder_of_class_folders(tmp_path: Path) -> None:
         (tmp_path / "pets" / junk).parent.mkdir(parents=True, exist_ok=True)
         ids_image(5).save(tmp_path / "pets" / junk)
     (tmp_path / "pets" / "train" / "cat" / "Thumbs.db").write_text("x")
-    source = load_source(name)
+    source = opened(name)
     assert source.classes == ("cat", "dog", "emu")
     assert source.train_labels == [0, 0, 1, 1, 2, 2]
     assert source.test_labels == [0, 0, 1, 1, 2, 2]
@@ -118,7 +124,7 @@ def test_a_folder_of_class_folders(tmp_path: Path) -> None:
 
 
 def test_class_folders_missing_in_test_do_not_shift_the_numbers(tmp_path: Path) -> None:
-    source = load_source(write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("emu",)))
+    source = opened(write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("emu",)))
     assert source.classes == ("cat", "dog", "emu")
     assert source.test_labels == [2, 2]
 
@@ -195,7 +201,7 @@ def test_parts_with_different_columns_are_refused_with_the_cause(tmp_path: Path)
     ("image", "label"), [("img", "label"), ("image", "fine_label"), ("img", "fine_label"), ("picture", "cls"), ("photo", "species")]
 )
 def test_columns_are_found_under_their_usual_names_or_by_type(tmp_path: Path, image: str, label: str) -> None:
-    source = load_source(write_labels(tmp_path / "set", [1, 0], [1], (named("a", "b"), named("a", "b")), image, label))
+    source = opened(write_labels(tmp_path / "set", [1, 0], [1], (named("a", "b"), named("a", "b")), image, label))
     assert (source.classes, source.train_labels, source.test_labels) == (("a", "b"), [1, 0], [1])
     assert source.train.column_names == ["image", "label"]
 
@@ -205,7 +211,7 @@ def test_fine_label_comes_before_another_class_label(tmp_path: Path) -> None:
     for split in ("train", "test"):
         rows = [{"img": ids_image(i), "coarse_label": 2, "fine_label": i} for i in range(2)]
         datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / f"{split}.parquet"))
-    source = load_source(str(tmp_path))
+    source = opened(str(tmp_path))
     assert (source.classes, source.train_labels) == (("a", "b"), [0, 1])
 
 
@@ -242,7 +248,7 @@ def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
 def test_the_train_splits_classes_rule(
     tmp_path: Path, train: list[Any], test: list[Any], kinds: tuple[Any, Any], expected: tuple[str, list[int], list[int]]
 ) -> None:
-    source = load_source(write_labels(tmp_path / "set", train, test, kinds))
+    source = opened(write_labels(tmp_path / "set", train, test, kinds))
     assert (" ".join(source.classes), source.train_labels, source.test_labels) == expected
 
 
@@ -276,13 +282,13 @@ def test_features_declared_in_the_readme_are_kept(tmp_path: Path) -> None:
         "---\ndataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: label\n    dtype:\n      class_label:\n"
         f"        names:\n{names}  splits:\n  - name: train\n    num_examples: 2\n  - name: test\n    num_examples: 1\n---\n"
     )
-    source = load_source(str(folder))
+    source = opened(str(folder))
     assert (source.classes, source.train_labels, source.test_labels) == (("cat", "dog"), [1, 0], [1])
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
-    assert len(load_source(str(folder)).train) == 4
+    assert len(opened(str(folder)).train) == 4
     shutil.rmtree(folder)
     write_ids(folder, train=6, test=2)
-    assert len(load_source(str(folder)).train) == 6
+    assert len(opened(str(folder)).train) == 6
