@@ -57,6 +57,7 @@ class Session:
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    averages: dict[str, Tensor]
     scaler: dict[str, Any] | None
     state: dict[str, Any]
     order: list[tuple[int, list[int]]]
@@ -131,6 +132,7 @@ def session(
     return Session(
         tensors(run.module),
         optimizer_tensors(run),
+        {name: average.clone() for name, average in run.ema.averages.items()} if run.ema is not None else {},
         scaler.state_dict() if scaler is not None else None,
         state,
         order,
@@ -142,7 +144,7 @@ def session(
 
 def assert_equal(one: Session, other: Session) -> None:
     """To the bit."""
-    for mine, theirs in ((one.weights, other.weights), (one.optimizer, other.optimizer)):
+    for mine, theirs in ((one.weights, other.weights), (one.optimizer, other.optimizer), (one.averages, other.averages)):
         assert mine.keys() == theirs.keys()
         for name in mine:
             assert torch.equal(mine[name], theirs[name]), name

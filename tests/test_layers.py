@@ -15,10 +15,10 @@ from tests.helpers import ROOT
 LAYERS = [
     {"stops", "cpu"},
     {"runtime"},
-    {"files", "finite", "watch", "writer"},
+    {"files", "finite", "plot", "watch", "writer"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
-    {"optim"},
+    {"optim", "ema"},
     {"state"},
     {"agreement"},
     {"export"},
@@ -26,8 +26,8 @@ LAYERS = [
     {"output"},
     {"hooks"},
     {"loop"},
-    {"checks"},
-    {"main", "doctor"},
+    {"checks", "lr_finder"},
+    {"main", "doctor", "find_lr"},
     {"spawn"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -78,7 +78,7 @@ def test_no_cycles() -> None:
 
 def test_nobody_but_spawn_imports_a_command() -> None:
     assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
-    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor"} & others]
+    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor", "trainer.find_lr"} & others]
 
 
 def test_hooks_do_not_know_each_other() -> None:
@@ -96,7 +96,7 @@ def test_checks_do_not_know_each_other() -> None:
         assert {other for other in GRAPH[name] if layer(other) == "checks"} <= shared, name
 
 
-@pytest.mark.parametrize("module", ["config", "main", "doctor"])
+@pytest.mark.parametrize("module", ["config", "main", "doctor", "find_lr"])
 def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
     code = (
         f"import sys, trainer.{module}\n"
@@ -107,6 +107,18 @@ def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "accelerate", "datasets", "PIL", "pyarrow", "rich"} & set(loaded)
     assert "jsonargparse" in loaded
+
+
+def test_digits_are_trained_without_torchvision(tmp_path: Path) -> None:
+    """It takes a second to import, and is needed for presets of augmentation and models that are asked for only."""
+    code = (
+        "import sys\n"
+        "from trainer.main import main\n"
+        f"main(['--max_steps', '1', '--augment', 'light', '--random_erasing', '0.1', '--output_dir', {str(tmp_path / 'run')!r}])\n"
+        "print('torchvision' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
 
 
 def test_no_module_hides_a_package() -> None:

@@ -107,7 +107,8 @@ def check_tensors(run: Run) -> None:
     Raises:
         RunError: one is not finite.
     """
-    bad = first_bad_tensor(run.module.state_dict())
+    averages = {f"the average of {name}": tensor for name, tensor in run.ema.averages.items()} if run.ema is not None else {}
+    bad = first_bad_tensor(run.module.state_dict() | averages)
     if bad is not None:
         raise RunError(
             f"{bad} holds values that are not finite at update {run.state.step}: no checkpoint is written, "

@@ -2,6 +2,7 @@
 
     output_dir/checkpoints/step_00001200/
       model.safetensors       weights and buffers
+      ema.safetensors         averaged weights, with --ema_decay
       optimizer.safetensors   KIND/PARAMETER, for example exp_avg/fc.weight
       rank_0.safetensors …    generators and the sums since the last log line, of each rank
       state.json              TrainState, GradScaler, hooks, config, processes, plan, what the data were
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from trainer.agreement import await_checkpoint, check_tensors, newest_checkpoint
 from trainer.config import Config
-from trainer.export import contiguous, take_over, write_tensors
+from trainer.export import contiguous, copied, take_over, write_tensors
 from trainer.files import MANIFEST, beside, problem, recover_folder, replace_folder, write_json, write_manifest
 from trainer.optim import plan_lr
 from trainer.runtime import Processes, RunError, UserError, disk_full
@@ -50,6 +51,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         model, optimizer: tensors by name.
+        ema: averaged weights by name; empty without.
         ranks: each rank's tensors.
         state: state.json.
         notes: sentences about the search for it.
@@ -58,6 +60,7 @@ class Checkpoint:
     path: Path
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    ema: dict[str, Tensor]
     ranks: list[dict[str, Tensor]]
     state: dict[str, Any]
     notes: list[str]
@@ -103,6 +106,8 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
         if run.is_main:
             check_tensors(run)
             files = {"model": contiguous(run.module), "optimizer": optimizer_tensors(run)}
+            if run.ema is not None:
+                files["ema"] = copied(run.ema.averages)
             files |= {f"rank_{rank}": tensors for rank, tensors in enumerate(ranks)}
             state, intact = describe_state(run, hooks), newest_checkpoint(run)
             with _named(folder, intact):
@@ -264,6 +269,7 @@ def _load(path: Path, notes: list[str]) -> Checkpoint:
         path,
         load_file(path / "model.safetensors"),
         load_file(path / "optimizer.safetensors"),
+        load_file(path / "ema.safetensors") if (path / "ema.safetensors").exists() else {},
         [load_file(path / f"rank_{rank}.safetensors") for rank in range(state["processes"])],
         state,
         notes,
@@ -315,6 +321,8 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     state, same_ranks = checkpoint.state, checkpoint.state["processes"] == run.processes.count
     run.module.load_state_dict(checkpoint.model)
     _restore_optimizer(run, checkpoint.optimizer, state["lr"])
+    if run.ema is not None:
+        run.ema.load(checkpoint.ema)
     run.state = TrainState(**state["train"])
     run.first_step = run.state.step
     run.checkpoint = checkpoint.path
@@ -336,7 +344,9 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
 
 def _restore_optimizer(run: Run, tensors: dict[str, Tensor], lr: float) -> None:
     """Put back the state of each parameter, and the newest rate, for the log; all else is the config's."""
-    trained = {name: parameter for name, parameter in run.module.named_parameters() if parameter.requires_grad}
+    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    # torch numbers the weights in the order of the optimizer's groups.
+    trained = {names[parameter]: parameter for group in run.optimizer.param_groups for parameter in group["params"]}
     numbers = {name: number for number, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -382,11 +392,13 @@ def _differences(run: Run, state: dict[str, Any]) -> list[str]:
             f"global batch {was['global_batch_size']} -> {plan.global_batch_size}: {run.total_steps - train.step} updates are left; "
             "--global_batch_size keeps it for any number of processes"
         )
-    if run.total_steps != state["total_steps"] and run.config.lr_scheduler != "constant":
+    if run.total_steps != state["total_steps"] and run.lr_plan.planned_over_all_updates:
         notes.append(
             f"updates {state['total_steps']} -> {run.total_steps}: the learning rate is planned anew over all of them, "
-            f"and goes on with {run.lr_plan.at(train.step):.3g}"
+            f"and goes on with {run.lr:.3g}"
         )
+    if run.ema is not None and old.get("ema_decay") is None:
+        notes.append("the average of --ema_decay begins with the checkpoint's weights")
     if train.epoch >= run.config.epochs or run.total_steps <= train.step:
         notes.append("nothing is left to train: raise --epochs (or --max_steps) to go on")
     return notes

@@ -113,24 +113,49 @@ class OptimConfig:
     """passes over the train split (short: -e)"""
     max_steps: int | None = None
     """end after this many updates, with an evaluation; unset: after all epochs"""
-    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
-    """torch.optim's SGD, Adam or AdamW"""
+    optimizer: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad", "adadelta"] = "adamw"
+    """torch.optim's class of that name, with its own defaults for what has no flag here"""
     lr: float = 5e-3
     """peak learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """multiply the rate by processes x accumulation ('linear'), by its square root ('sqrt'), or not at all"""
     momentum: float = 0.9
-    """of SGD, 0..1"""
+    """of sgd and rmsprop, 0..1"""
+    nesterov: bool = False
+    """Nesterov's momentum, of sgd"""
     weight_decay: float = 0.5
-    """as the optimizer defines it: decoupled from the gradient for adamw, an L2 penalty for sgd and adam"""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """after warm-up the rate stays, or falls to 0 in a line or a half cosine over all updates"""
+    """as the optimizer defines it: decoupled from the gradient for adamw, an L2 penalty for the others"""
+    weight_decay_1d: bool = True
+    """weight decay for biases and normalisation weights too (all parameters of one dimension); false: only for the others"""
+    lr_scheduler: Literal["constant", "linear", "cosine", "step", "one_cycle", "plateau"] = "cosine"
+    """after warm-up the rate stays; falls to --min_lr over all updates, in a line or a half cosine; is multiplied by --lr_gamma, every
+    --lr_step_epochs ('step') or when the test loss has stopped falling ('plateau'); or warm-up is a half cosine too, from 1/25 of the rate,
+    and the fall goes to 1/10000 ('one_cycle')"""
     warmup_epochs: float = 0.3
-    """epochs over which the rate rises linearly from 0"""
+    """epochs over which the rate rises from 0, in a line"""
+    lr_step_epochs: int = 30
+    """epochs between two falls of the rate, counted from the first one on, for 'step'"""
+    lr_gamma: float = 0.1
+    """what each fall multiplies the rate by, 0..1, for 'step' and 'plateau'"""
+    plateau_patience: int = 10
+    """epochs in a row without a lower test loss that make the rate fall, for 'plateau'"""
+    min_lr: float = 0.0
+    """learning rate that the fall ends at"""
     gradient_accumulation_steps: int = 1
     """forward and backward passes of a process for one update"""
     max_grad_norm: float | None = None
     """clip the gradient of an update to this L2 norm; unset: no clipping"""
+    label_smoothing: float = 0.0
+    """share of each training label that is spread evenly over all classes, 0..1; evaluation takes the labels as they are"""
+    mixup: float = 0.0
+    """blend training images and labels in pairs, with a share drawn from Beta(alpha, alpha), the same for all images of a process's batch;
+    this is alpha; 0: off"""
+    cutmix: float = 0.0
+    """paste a box of one training image into another, with its share of the label; alpha as for --mixup; with both, each batch draws one of
+    the two; 0: off"""
+    ema_decay: float | None = None
+    """keep an exponential moving average of the weights with this decay, 0..1 (for example 0.999), and evaluate and export it in their
+    place; unset: none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +209,7 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             if value is not None and not low <= value <= high:
                 bound = f"at least {low}" if high == INFINITY else f"between {low} and {high}"
                 raise UserError(f"--{name} must be {bound}, but is {value}")
-        for name in ("lr", "max_grad_norm"):
+        for name in ("lr", "max_grad_norm", "lr_gamma"):
             if getattr(self, name) == 0:
                 raise UserError(f"--{name} must be above 0, but is 0")
         for name in TEXTS:
@@ -196,6 +221,10 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
         if self.max_time is not None:
             seconds(self.max_time)
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise UserError("--nesterov needs --optimizer sgd and a --momentum above 0: change them, or leave it out")
+        if self.min_lr > self.lr:
+            raise UserError(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}, from which the rate falls: lower it")
         if self.global_batch_size is not None and self.scale_lr != "none":
             raise UserError(
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
@@ -290,8 +319,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "momentum": (0, 1),
     "weight_decay": (0, INFINITY),
     "warmup_epochs": (0, INFINITY),
+    "lr_step_epochs": (1, INFINITY),
+    "lr_gamma": (0, 1),
+    "plateau_patience": (1, INFINITY),
+    "min_lr": (0, INFINITY),
     "gradient_accumulation_steps": (1, INFINITY),
     "max_grad_norm": (0, INFINITY),
+    "label_smoothing": (0, 1),
+    "mixup": (0, INFINITY),
+    "cutmix": (0, INFINITY),
+    "ema_decay": (0, 1),
     "seed": (0, 2**63 - 1),
     "log_interval": (1, INFINITY),
     "profile": (1, INFINITY),

@@ -1,4 +1,4 @@
-"""What must be set in a process before torch is imported, for torch on a CPU to be fast."""
+"""What must be set in a process before torch is imported, for torch on a CPU to be fast. benchmarks/cpu.py measures it."""
 
 import ctypes
 import os
@@ -10,18 +10,20 @@ LARGEST = 1 << 30
 
 
 def prepare_process() -> None:
-    """Let OpenMP's threads sleep soon when they wait, and let glibc keep freed memory.
+    """Let OpenMP's threads sleep soon when they wait, and let glibc keep freed memory; what the environment says of either is left alone.
 
-    - GNU OpenMP's threads spin for milliseconds at the end of each parallel region. Beside any other busy process (a data worker, a
-      second training) they take the cores from the thread that they wait for, and a step takes several times as long.
-    - glibc returns each large block to the kernel, which has to clear it again page by page for the next batch's activations.
-
-    What the environment says already is left alone. benchmarks/cpu.py measures both.
+    GNU OpenMP's threads spin for milliseconds at the end of each parallel region. Beside any other busy process (a data worker, a
+    second training) they take the cores from the thread that they wait for, and a step takes several times as long.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if sys.platform == "linux" and not any(name.startswith("MALLOC_") or name == "LD_PRELOAD" for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, LARGEST)
-            mallopt(M_TRIM_THRESHOLD, LARGEST)
+    if not any(name.startswith("MALLOC_") or name == "LD_PRELOAD" for name in os.environ):
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """glibc returns each large block to the kernel, which then clears it again, page by page, for the next batch's activations."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST)
+        mallopt(M_TRIM_THRESHOLD, LARGEST)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ MODEL_FILES = ("model.safetensors", "config.json", "scaler.json")
 
 
 def contiguous(module: nn.Module) -> dict[str, Tensor]:
-    """The module's state_dict, copied to the CPU: safetensors refuses views of shared or permuted memory (channels_last, tied weights)."""
-    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in module.state_dict().items()}
+    """The module's state_dict, as `copied` gives it."""
+    return copied(module.state_dict())
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU: safetensors refuses views of shared or permuted memory (channels_last, tied weights)."""
+    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -5,15 +5,17 @@
       for each epoch
         on_epoch_start                      SetEpoch, SeedProcesses
         train_epoch
-          for each micro-batch: forward, backward
+          for each micro-batch: mixup or CutMix, forward, backward
           after the last one of an update: clip, optimizer step
+            average the weights             with --ema_decay
             on_step_end                     unless the GradScaler skipped the step; Log, Audit, Checkpoints
             all ranks agree whether to stop
-        evaluate
+        evaluate                            the averaged weights, with --ema_decay
           on_eval_start
           for each batch: on_eval_batch     GatherMetrics
             all ranks agree whether to stop
           on_eval_end
+        --lr_scheduler plateau judges the loss
         on_epoch_end                        SaveOnMain, Log, Checkpoints
       on_fit_end, or on_interrupt           Checkpoints: after a stop that will be resumed
 
@@ -30,6 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.agreement import interrupted, note_finding, settle
+from trainer.data.dataset import Batch
+from trainer.data.mix import draw_mixture
+from trainer.data.sampler import BatchPlan
 from trainer.finite import Finding, Update
 from trainer.hooks.base import HookList
 from trainer.hooks.gather_metrics import GatherMetrics
@@ -37,7 +42,7 @@ from trainer.hooks.save_on_main import SaveOnMain
 from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
 from trainer.runtime import UserError
-from trainer.seeding import restore_generators
+from trainer.seeding import derive_seed, restore_generators
 from trainer.state import Run, loss_scale
 
 # From PyTorch's first scale, 65536, so many skips in a row lead to one at which no gradient of a sound loss overflows.
@@ -70,10 +75,13 @@ def fit(run: Run, hooks: HookList) -> None:
         hooks.on_epoch_start(run)
         train_epoch(run, hooks)
         if not state.interrupted:
-            evaluate(run, hooks)
+            with run.averaged():
+                evaluate(run, hooks)
         if state.interrupted:
             break
         state.finish_epoch()
+        if run.lr_plan.kind == "plateau" and state.step > run.lr_plan.warmup:
+            state.judge_plateau(run.config.plateau_patience, run.config.lr_gamma)
         hooks.on_epoch_end(run)
         settle(run)
     if state.interrupted:
@@ -84,7 +92,7 @@ def fit(run: Run, hooks: HookList) -> None:
 
 def train_epoch(run: Run, hooks: HookList) -> None:
     """One pass over this rank's share of the train split, or over what a resumed epoch still has of it."""
-    state, rank = run.state, run.processes.rank
+    state = run.state
     start, plan = state.consumed, run.plan.rest(state.consumed)
     state.stop = run.max_steps_done
     if state.stop or not plan.micro_batches:
@@ -93,21 +101,16 @@ def train_epoch(run: Run, hooks: HookList) -> None:
     state.bad_images = state.bad_images if state.consumed else 0
     run.model.train()
     losses: list[Tensor] = []
-    for micro, (images, labels, keys) in enumerate(timed(run.train_loader, run)):
+    for micro, batch in enumerate(timed(run.train_loader, run)):
         if micro == 0:
             # Not before: making the loader's iterator drew from them.
             resume_generators(run)
         update = plan.ends_update(micro)
-        with nullcontext() if update else run.accelerator.no_sync(run.model):
-            run.at("forward")
-            loss = F.cross_entropy(run.model(run.normalize(run.augment(images, keys))), labels)
-            run.at("backward")
-            run.accelerator.backward(loss * plan.loss_weight(micro, rank))
-        losses.append(loss.detach())
-        run.window.loss += losses[-1] * len(labels)
-        run.window.samples += len(labels)
+        losses.append(forward_backward(run, plan, micro, batch, start + micro * plan.micro_batch_size))
+        run.window.loss.add_(losses[-1], alpha=len(batch[1]))
+        run.window.samples += len(batch[1])
         if run.config.on_bad_image == "skip":
-            run.window.bad += (keys < 0).sum()
+            run.window.bad += (batch[2] < 0).sum()
         if not update:
             continue
         run.at("update")
@@ -119,6 +122,8 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         if done:
             state.step += 1
             state.samples += size
+            if run.ema is not None:
+                run.ema.update(state.step)
             hooks.on_step_end(run)
         state.stop = run.max_steps_done
         if interrupted(run) or state.stop:
@@ -126,6 +131,33 @@ def train_epoch(run: Run, hooks: HookList) -> None:
             run.train_loader.end()
             return
     assert state.consumed == start + plan.samples - plan.dropped, (state.consumed, start, plan)
+
+
+def forward_backward(run: Run, plan: BatchPlan, micro: int, batch: Batch, position: int) -> Tensor:
+    """A micro-batch's share of its update's gradient; returns the mean loss of this rank's images, ().
+
+    Args:
+        plan, micro: the plan that the micro-batch is number `micro` of.
+        batch: this rank's, on the device.
+        position: of the micro-batch's first sample in the order of the epoch, over all ranks.
+    """
+    config, rank = run.config, run.processes.rank
+    images, labels, keys = batch
+    with nullcontext() if plan.ends_update(micro) else run.accelerator.no_sync(run.model):
+        run.at("forward")
+        inputs, mixture = run.normalize(run.augment(images, keys)), None
+        if config.mixup or config.cutmix:
+            seed = derive_seed(config.seed, "mix", run.state.epoch, position, rank)
+            mixture = draw_mixture(config.mixup, config.cutmix, (images.shape[-2], images.shape[-1]), seed)
+            inputs = mixture.images(inputs)
+        logits = run.model(inputs)
+        if mixture is None:
+            loss = F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        else:
+            loss = mixture.loss(logits, labels, config.label_smoothing)
+        run.at("backward")
+        run.accelerator.backward(loss * plan.loss_weight(micro, rank))
+    return loss.detach()
 
 
 def resume_generators(run: Run) -> None:
@@ -147,9 +179,11 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     if run.config.max_grad_norm is not None:
         norm = run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
     elif scaler is None:
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in run.module.parameters() if parameter.grad is not None])
+        # Not module.parameters(): walking through the modules takes longer than the norm.
+        trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     for group in run.optimizer.param_groups:
-        group["lr"] = run.lr_plan.at(state.step)
+        group["lr"] = run.lr
     # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
     optimizer = run.optimizer if scaler is not None else run.optimizer.optimizer
     optimizer.step()

@@ -6,7 +6,8 @@ import re
 import shutil
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -37,18 +38,39 @@ def create_output_dir(config: Config, processes: Processes, classes: tuple[str, 
     with processes.together():
         if processes.is_main:
             made: list[Path] = []
-            try:
+            with _undone(made, config.output_dir or (checkpoint.run_folder if checkpoint is not None else "runs")):
                 folder.append(_create(config, checkpoint, made))
                 _describe(folder[0], config, processes, classes, made)
-            except OSError as error:
-                for path in reversed(made):
-                    with suppress(OSError):
-                        path.rmdir() if path.is_dir() else path.unlink()
-                if disk_full(error):
-                    raise
-                place = config.output_dir or (checkpoint.run_folder if checkpoint is not None else "runs")
-                raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
     return processes.broadcast(folder[0] if folder else Path())
+
+
+def create_folder(config: Config, processes: Processes) -> Path:
+    """`--output_dir`, whatever is in it, or a new folder, for files that are not a run's. A collective.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    folder: list[Path] = []
+    with processes.together():
+        if processes.is_main:
+            made: list[Path] = []
+            with _undone(made, config.output_dir or "runs"):
+                folder.append(_use(Path(config.output_dir), made) if config.output_dir is not None else _new(config, made))
+    return processes.broadcast(folder[0] if folder else Path())
+
+
+@contextmanager
+def _undone(made: list[Path], place: str | Path | None) -> Iterator[None]:
+    """After an operating system's error, remove what was `made`, and name `place` in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        if disk_full(error):
+            raise
+        raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
 
 
 def _create(config: Config, checkpoint: Checkpoint | None, made: list[Path]) -> Path:
@@ -58,10 +80,18 @@ def _create(config: Config, checkpoint: Checkpoint | None, made: list[Path]) -> 
     if folder is not None:
         if before is None or folder.resolve() != before.resolve():
             _refuse_held(folder, config)
-        _make(folder, made)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, os.strerror(13))
-        return folder
+        return _use(folder, made)
+    return _new(config, made)
+
+
+def _use(folder: Path, made: list[Path]) -> Path:
+    _make(folder, made)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(13, os.strerror(13))
+    return folder
+
+
+def _new(config: Config, made: list[Path]) -> Path:
     dataset = re.sub(r"[^\w.-]+", "-", config.data_name).strip("-.") or "run"
     name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
@@ -135,13 +165,13 @@ def write_exit(folder: Path, code: int, reason: str, resumable: bool, step: int)
         say(f"exit.json cannot be written: {error}")
 
 
-def report_end(run: Run) -> None:
-    """Have exit.json written whatever ends the run, and another rank's failure named, by one rank."""
+def report_end(run: Run, exit_file: bool = True) -> None:
+    """Have exit.json written whatever ends the run, if it is one with such a file, and another rank's failure named, by one rank."""
     watch, processes = run.watch, run.processes
 
     def write(code: int, reason: str) -> None:
         # The main process may have written it before it was gone.
-        if run.is_main or not (run.output_dir / "exit.json").exists():
+        if exit_file and (run.is_main or not (run.output_dir / "exit.json").exists()):
             write_exit(run.output_dir, code, reason, has_checkpoint(run.output_dir), run.state.step)
 
     def leave(code: int, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Run: the handles of a training, built once. TrainState: the numbers that change, and the only ones that do."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
+from trainer.ema import Ema
 from trainer.finite import Finite
 from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
 from trainer.optim import LrPlan, build_optimizer, plan_lr
@@ -43,6 +44,8 @@ class TrainState:
         bad_images: training images of the epoch in progress, or the newest one, that could not be read, up to the last log line.
         metrics: of the newest evaluation; `acc1` in percent, `loss`, `samples`, …
         best: metrics of the best epoch so far, with its number under `epoch`.
+        lr_factor: what the falls of `--lr_scheduler plateau` have come to.
+        lowest_loss: of all evaluations that it has judged; `stale_epochs`: those in a row since, or since a fall, that were not lower.
         stop: fit ends after the epoch in progress and its evaluation.
         interrupted: fit ends here, to be resumed: why all ranks agreed to.
     """
@@ -57,6 +60,9 @@ class TrainState:
     bad_images: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0
+    lowest_loss: float | None = None
+    stale_epochs: int = 0
     stop: bool = False
     interrupted: str | None = None
 
@@ -66,6 +72,17 @@ class TrainState:
         self.consumed = 0
         if not self.best or self.metrics["acc1"] > self.best["acc1"]:
             self.best = {**self.metrics, "epoch": self.epoch}
+
+    def judge_plateau(self, patience: int, gamma: float) -> None:
+        """Let the rate fall by `gamma` after the `patience`-th evaluation in a row whose loss is not the lowest so far."""
+        loss = self.metrics["loss"]
+        if self.lowest_loss is None or loss < self.lowest_loss:
+            self.lowest_loss, self.stale_epochs = loss, 0
+        else:
+            self.stale_epochs += 1
+        if self.stale_epochs == patience:
+            self.lr_factor *= gamma
+            self.stale_epochs = 0
 
 
 @dataclass
@@ -111,6 +128,7 @@ class Run:
         on_phase: told of each phase of the loop while a hook records them.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
+        ema: the averaged weights; None without `--ema_decay`.
     """
 
     config: Config
@@ -142,6 +160,7 @@ class Run:
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
     on_phase: Callable[[str], None] | None = None
+    ema: Ema | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -154,6 +173,15 @@ class Run:
     @property
     def max_steps_done(self) -> bool:
         return self.config.max_steps is not None and self.state.step >= self.config.max_steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.lr_plan.at(self.state.step, self.state.epoch, self.state.lr_factor)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, `module` holds the weights that are evaluated and exported: the averaged ones, where there are any."""
+        return self.ema.in_place() if self.ema is not None else nullcontext()
 
     def at(self, phase: str) -> None:
         """Tell the watch where this rank is; see `watch.PHASES`."""
@@ -245,4 +273,6 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         finite=Finite(accelerator.device),
         watch=Watch(processes, config.hang_timeout),
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
+        # Only now are all ranks' weights rank 0's.
+        ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
     )

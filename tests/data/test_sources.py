@@ -18,7 +18,7 @@ from trainer.runtime import UserError
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 IMAGE = datasets.Image()
 MEND = ": remove them, or add images of them to the train split"
-TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
+TEXT, NUMBER, TRUTH, FRACTION = (datasets.Value(dtype) for dtype in ("string", "int64", "bool", "float64"))
 
 
 def named(*names: str) -> Any:
@@ -32,15 +32,6 @@ def write_labels(
     folder.mkdir()
     for split, labels, kind in (("train", train, kinds[0]), ("test", test, kinds[1])):
         write_parquet(folder / f"{split}.parquet", [ids_image(i) for i in range(len(labels))], labels, **{image: IMAGE, label: kind})
-    return str(folder)
-
-
-def write_image_folder(folder: Path, train: tuple[str, ...], test: tuple[str, ...], count: int = 2) -> str:
-    for split, classes in (("train", train), ("test", test)):
-        for name in classes:
-            (folder / split / name).mkdir(parents=True)
-            for index in range(count):
-                ids_image(index).save(folder / split / name / f"{index}.png")
     return str(folder)
 
 
@@ -110,30 +101,6 @@ def test_the_test_split_has_many_names(tmp_path: Path, split: str) -> None:
     assert len(source.test) == 2
 
 
-def test_a_folder_of_class_folders(tmp_path: Path) -> None:
-    name = write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("cat", "dog", "emu"))
-    for junk in ("train/.ipynb_checkpoints/0.png", "train/cat/.hidden.png", ".cache/train/fox/0.png"):
-        (tmp_path / "pets" / junk).parent.mkdir(parents=True, exist_ok=True)
-        ids_image(5).save(tmp_path / "pets" / junk)
-    (tmp_path / "pets" / "train" / "cat" / "Thumbs.db").write_text("x")
-    source = opened(name)
-    assert source.classes == ("cat", "dog", "emu")
-    assert source.train_labels == [0, 0, 1, 1, 2, 2]
-    assert source.test_labels == [0, 0, 1, 1, 2, 2]
-    assert source.train[2]["image"]["path"] == str(tmp_path / "pets" / "train" / "dog" / "0.png")
-
-
-def test_class_folders_missing_in_test_do_not_shift_the_numbers(tmp_path: Path) -> None:
-    source = opened(write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("emu",)))
-    assert source.classes == ("cat", "dog", "emu")
-    assert source.test_labels == [2, 2]
-
-
-def test_a_class_folder_of_the_test_split_only_is_refused(tmp_path: Path) -> None:
-    text = refusal(write_image_folder(tmp_path / "pets", ("cat", "dog"), ("ant", "dog")))
-    assert text.endswith(f"the test split has classes that the train split lacks: ant{MEND}")
-
-
 @pytest.mark.parametrize("name", ["nowhere", "someone/nothing", "mnist"])
 def test_an_unreachable_name_of_the_hub_names_the_ways_out(name: str) -> None:
     text = refusal(name)
@@ -144,12 +111,18 @@ def test_an_unreachable_name_of_the_hub_names_the_ways_out(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        ("./nowhere", "a local data set is a folder, and ./nowhere is not there"),
-        ("/no/where", "a local data set is a folder, and /no/where is not there"),
-        ("a/b/c", "a local data set is a folder, and a/b/c is not there"),
-        ("file.txt", "and file.txt is a file; give the folder that holds the files of the train and test split"),
+        ("./nowhere", "a local data set is a folder or a file, and ./nowhere is not there"),
+        ("/no/where", "a local data set is a folder or a file, and /no/where is not there"),
+        ("a/b/c", "a local data set is a folder or a file, and a/b/c is not there"),
+        (
+            "file.txt",
+            "file.txt is a file of another kind than .parquet, .arrow, .csv, .tsv, .json, .jsonl, .ndjson: give one of these, or a folder",
+        ),
         ("empty", "empty doesn't contain any data files"),
-        ("texts", "texts has no image column (image, img, pixel_values, picture, jpg, png); its columns are 'text'"),
+        (
+            "texts",
+            "texts has no image column (image, img, pixel_values, picture, jpg, png); its columns are 'text': name it by --image_column",
+        ),
     ],
 )
 def test_what_is_no_data_set(name: str, end: str) -> None:
@@ -164,8 +137,13 @@ def test_what_is_no_data_set(name: str, end: str) -> None:
 @pytest.mark.parametrize(
     ("present", "absent", "end"),
     [
-        ("train", "test", "has no split to evaluate on (test, validation, valid, val, eval, dev), only 'train'"),
-        ("test", "train", "has no split 'train', only 'test'"),
+        (
+            "train",
+            "test",
+            "has no split to evaluate on (test, validation, valid, val, eval, dev, testing, evaluation), only 'train': name one by "
+            "--eval_split, or hold out a part of the training images by --val_fraction 0.2",
+        ),
+        ("test", "train", "has no split 'train', only 'test': name one by --train_split"),
     ],
 )
 def test_a_missing_split_names_those_that_exist(tmp_path: Path, present: str, absent: str, end: str) -> None:
@@ -178,7 +156,7 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4)
     features = datasets.Features({"image": IMAGE, "label": named("a", "b")})
     datasets.Dataset.from_dict({"image": [], "label": []}, features=features).to_parquet(str(folder / "test.parquet"))
-    assert "test" in refusal(str(folder)).split("Parquet files:")[1]
+    assert "test" in refusal(str(folder)).split("JSON files:")[1]
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
@@ -186,7 +164,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     content = (folder / "train.parquet").read_bytes()
     (folder / "train.parquet").write_bytes(content[: len(content) // 2])
     text = refusal(str(folder))
-    assert "cannot be read as a folder of images or Parquet files: Parquet magic bytes not found" in text
+    assert "cannot be read as class folders of images, Parquet, Arrow, CSV or JSON files: Parquet magic bytes not found" in text
     assert text.endswith(f": replace or remove {folder / 'train.parquet'}")
 
 
@@ -217,12 +195,14 @@ def test_fine_label_comes_before_another_class_label(tmp_path: Path) -> None:
 
 def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     labels = write_labels(tmp_path / "no_label", [0, 1], [1], (NUMBER, NUMBER), label="score")
-    assert refusal(labels).endswith("has no label column (label, labels, fine_label, class, target, cls); its columns are 'image', 'score'")
+    assert refusal(labels).endswith(
+        "has no label column (label, labels, fine_label, class, target, cls); its columns are 'image', 'score': name it by --label_column"
+    )
     images = tmp_path / "no_image"
     images.mkdir()
     for split in ("train", "test"):
         datasets.Dataset.from_dict({"text": ["a"], "label": [0]}).to_parquet(str(images / f"{split}.parquet"))
-    assert refusal(str(images)).endswith("its columns are 'text', 'label'")
+    assert refusal(str(images)).endswith("its columns are 'text', 'label': name it by --image_column")
 
 
 def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
@@ -241,6 +221,11 @@ def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
         pytest.param([2, 0], [1], (named("a", "b", "c"), named("a", "b", "c")), ("a b c", [2, 0], [1]), id="declared without an image"),
         pytest.param([1, 0], ["b"], (named("a", "b"), TEXT), ("a b", [1, 0], [1]), id="names and texts"),
         pytest.param(["b", "a"], [0, 1], (TEXT, named("b", "a")), ("a b", [1, 0], [1, 0]), id="texts and names"),
+        pytest.param([100, -5, 7], [7, -5], (NUMBER, NUMBER), ("-5 7 100", [2, 0, 1], [1, 0]), id="numbers of any values"),
+        pytest.param([3, 0], [3], (datasets.Value("uint8"), NUMBER), ("0 3", [1, 0], [1]), id="numbers of several types"),
+        pytest.param([True, False], [True], (TRUTH, TRUTH), ("False True", [1, 0], [1]), id="true and false"),
+        pytest.param([True, False], [1], (TRUTH, NUMBER), ("False True", [1, 0], [1]), id="true and 1"),
+        pytest.param(["2", "1", "x"], [1, 2], (TEXT, NUMBER), ("1 2 x", [1, 0, 2], [0, 1]), id="texts that look like numbers"),
         pytest.param([1, 0], [1], (named("a", "b"), NUMBER), ("a b", [1, 0], [1]), id="names and numbers"),
         pytest.param([1, 0], [1], (NUMBER, named("b", "a")), ("0 1", [1, 0], [1]), id="numbers and names"),
     ],
@@ -261,6 +246,15 @@ def test_the_train_splits_classes_rule(
         pytest.param([0, None], [0], (named("a", "b"),) * 2, "row 1 has no label; every image of both splits needs one", id="no label"),
         pytest.param([0, 1], [1, 1, -1], (named("a", "b"),) * 2, "row 2 has no label; every image of both splits needs one", id="-1"),
         pytest.param(["a", None], ["a"], (TEXT, TEXT), "row 1 has no label; every image of both splits needs one", id="no text"),
+        pytest.param(
+            [0.0, 1.0],
+            [0.0],
+            (FRACTION, FRACTION),
+            "the labels are fractions (float64), which name no classes: give whole numbers or texts",
+            id="fractions",
+        ),
+        pytest.param([0.0, None], [0.0], (FRACTION,) * 2, "row 1 has no label; every image of both splits needs one", id="no number"),
+        pytest.param([4, 4], [4], (NUMBER, NUMBER), "all images are of the class '4': add images of another one", id="one class"),
         pytest.param(
             [[0], [1]],
             [[0]],

@@ -39,6 +39,11 @@ def one_bit_of_a_weight(run: Run) -> None:
         weight[-1, -1, -1, -1:].view(torch.int32).bitwise_xor_(1)
 
 
+def an_average(run: Run) -> None:
+    assert run.ema is not None
+    run.ema.averages["fc.bias"][3] += 1e-3
+
+
 def a_statistic(run: Run) -> None:
     run.module.get_buffer("layer1.1.running_mean")[2] += 1e-3
 
@@ -66,12 +71,13 @@ def train(processes: Processes, ids: Path, change: Any, rank: int, knobs: dict[s
     [
         (one_bit_of_a_weight, 1, "layer2.0.weight on rank 1 differs from rank 0"),
         (one_bit_of_a_weight, 0, "layer2.0.weight on rank 1 differs from rank 0"),
+        (an_average, 1, "the average of fc.bias on rank 1 differs from rank 0"),
         (a_statistic, 1, "layer1.1.running_mean on rank 1 differs from rank 0"),
         (the_rate, 1, "the learning rate on rank 1 differs from rank 0"),
     ],
 )
 def test_two_ranks(two_ranks: Ranks, ids: Path, change: Any, rank: int, name: str) -> None:
-    ends = two_ranks.run(train, ids, change, rank, {"audit_interval": 3, "broadcast_buffers": False})
+    ends = two_ranks.run(train, ids, change, rank, {"audit_interval": 3, "broadcast_buffers": False, "ema_decay": 0.9})
     assert ends[0] == ends[1]
     assert ends[0].startswith(f"3: the ranks have drifted apart at update 3: {name}")
 

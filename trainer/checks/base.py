@@ -74,6 +74,7 @@ class Subject:
         skips_bad: the training leaves out images that cannot be read.
         folder: where checkpoints go; temporary folders of the checks are made inside.
         checkpoints: how many checkpoints will lie there at once.
+        averages: bytes of averaged weights in each of them.
         absent: why something is None.
         eval_note: which images of the test split these are, where they are not all.
         out_of_step: the check that left the ranks with different numbers of collectives behind them.
@@ -102,6 +103,7 @@ class Subject:
     skips_bad: bool = False
     folder: Path
     checkpoints: int = 1
+    averages: int = 0
     absent: str = "not given"
     eval_note: str = ""
     out_of_step: str | None = field(default=None, init=False)

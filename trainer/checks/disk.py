@@ -15,7 +15,7 @@ COPIES = {"SGD": 1, "Adam": 2, "AdamW": 2}
 def check(subject: Subject) -> Result:
     """The main process's disk; one checkpoint more than are kept, since the new one is written before the oldest goes."""
     model = sum(tensor.nbytes for tensor in subject.module.state_dict().values() if isinstance(tensor, Tensor))
-    one = model + _optimizer_bytes(subject.optimizer)
+    one = model + _optimizer_bytes(subject.optimizer) + subject.averages
     needed = one * (subject.checkpoints + 1)
     folder = existing(subject.folder)
     free = subject.each(lambda: shutil.disk_usage(folder).free if subject.rank == 0 else 0)[0]

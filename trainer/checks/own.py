@@ -106,6 +106,7 @@ def resumed(run: Run, folder: Path) -> Iterator[dict[str, Tensor]]:
                 state.epoch, state.consumed = state.epoch + 1, 0
         built.close()
         parts = {"weights": built.module.state_dict(), "optimizer": checkpoint.optimizer_tensors(built)}
+        parts["averages"] = built.ema.averages if built.ema is not None else {}
         parts["generators"] = generator_states(built.accelerator.device)
         parts["run"] = {"loss_scale": torch.tensor(state.loss_scale or 1.0), "samples": torch.tensor(state.samples)}
         return {f"{part}/{name}": tensor.detach().cpu().clone() for part, tensors in parts.items() for name, tensor in tensors.items()}
@@ -190,5 +191,6 @@ def subject_of(run: Run, processes: Processes, images: tuple[Images, ...], folde
         skips_bad=config.on_bad_image == "skip",
         folder=folder,
         checkpoints=kept(run),
+        averages=sum(average.nbytes for average in run.ema.averages.values()) if run.ema is not None else 0,
         eval_note=f" (the first of {images[1].count:,})" if images and images[1].count > len(run.data.test) else "",
     )

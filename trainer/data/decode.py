@@ -19,6 +19,8 @@ from torch import Tensor
 from trainer.runtime import UserError
 
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")
+# Of a palette with alpha the colours are wanted alone, of premultiplied ones what they were before.
+THROUGH = {"P": "RGBA", "PA": "RGBA", "La": "LA", "RGBa": "RGBA"}
 ORIENTATION = 0x0112
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -191,8 +193,8 @@ def _convert(image: Image.Image, mode: str) -> Image.Image:
         raise ValueError("its pixels are fractions: save it with 8 or 16 bits a channel")
     if image.mode.startswith("I"):
         image = _eight_bits(image)
-    if image.mode in ("La", "RGBa"):
-        image = image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode])
+    if image.mode in THROUGH:
+        image = image.convert(THROUGH[image.mode])
     return image.convert(mode)
 
 

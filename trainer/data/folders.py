@@ -48,13 +48,18 @@ def _holds_images(folder: str | Path) -> bool:
     return any(_images(folder)) or any(_holds_images(entry.path) for entry in _folders(folder))
 
 
+def holds_classes(folder: str | Path) -> bool:
+    """Whether there are images in folders of it."""
+    return any(_holds_images(entry.path) for entry in _folders(folder))
+
+
 def find_splits(folder: str | Path) -> dict[str, str]:
     """Names and paths of the folders of class folders; the folder itself as 'train' where it holds the class folders; empty without any."""
     children = _folders(folder)
     splits = {
         entry.name.lower(): entry.path
         for entry in children
-        if entry.name.lower() in TRAIN_SPLITS + TEST_SPLITS and not any(_images(entry.path)) and _holds_images(entry.path)
+        if entry.name.lower() in TRAIN_SPLITS + TEST_SPLITS and holds_classes(entry.path)
     }
     if splits:
         return splits

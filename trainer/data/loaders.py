@@ -137,7 +137,8 @@ def open_splits(source: Source, config: Config, transform: Transform | None) -> 
     skip = config.on_bad_image == "skip"
     colours, looked_at = 0, 0
     sizes: dict[tuple[int, int], str] = {}
-    for index in spread(len(source.train), LOOKED_AT).tolist():
+    indices = spread(len(source.train), LOOKED_AT).tolist()
+    for index in indices:
         number = source.train_numbers[index] if source.train_numbers is not None else index
         record = source.train[index]["image"]
         try:
@@ -150,7 +151,7 @@ def open_splits(source: Source, config: Config, transform: Transform | None) -> 
         colours += image.mode not in GREY_MODES
         sizes.setdefault(true_size(image), describe(source.name, number, record))
     if not looked_at:
-        raise UserError(f"{source.name}: none of {LOOKED_AT} training images that were looked at can be read: replace them")
+        raise UserError(f"{source.name}: none of {len(indices)} training images that were looked at can be read: replace them")
     mode = {"auto": "RGB" if colours else "L", "1": "L", "3": "RGB"}[config.channels]
     (height, width), first = next(iter(sizes.items()))
     if config.size is None:

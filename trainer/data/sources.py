@@ -11,7 +11,7 @@ from trainer.config import Config
 from trainer.data.columns import find_columns, names, undecoded
 from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, find_splits, load_folders, visible
 from trainer.data.labels import encode, hold_out
-from trainer.data.tables import KINDS, find_texts, kind_of, load_tables
+from trainer.data.tables import KINDS, METADATA, find_texts, kind_of, load_tables
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).parent / "mnist5k"
 ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
 HELD_OUT = "held out"
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,13 @@ def _check_place(name: str, place: str, folder: bool) -> None:
 
 
 def _broken_file(place: str) -> Path | None:
-    """The first Parquet file that is none; `datasets` does not name it."""
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    for file in sorted(Path(place).rglob("[!.]*.parquet")):
+    """The first file of rows that cannot be read; `datasets` does not name it."""
+    for file in [Path(place)] if os.path.isfile(place) else sorted(Path(place).rglob("[!.]*")):
+        kind = kind_of(file)
+        if kind is None or not file.is_file():
+            continue
         try:
-            pyarrow.parquet.read_metadata(file)
+            load_tables(*kind, {"train": [str(file)]}, None)
         except Exception:
             return file
     return None

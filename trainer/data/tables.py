@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.columns import IMAGE_COLUMNS, is_image_column
-from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, visible
+from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, holds_classes, visible
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
 }
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 PATH_COLUMNS = ("file_name", "filename", "file", "filepath", "file_path", "path", "image_path", "img_path", "image_file")
 
 
@@ -30,13 +31,20 @@ def kind_of(file: str | Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def find_texts(folder: str) -> dict[str, list[str]]:
-    """CSV and JSON files that lie in `folder` and have a split in their name, by split; images may lie beside them."""
+    """CSV and JSON files with a split in their name, or in a folder of a split that holds no class folders; by split.
+
+    Images may lie beside them. Not the metadata files that `datasets` reads.
+    """
     found: dict[str, list[str]] = {}
     for entry in visible(folder):
-        kind = kind_of(entry.name)
         split = next((word for word in re.split(r"[\W_]+", entry.name.lower()) if word in TRAIN_SPLITS + TEST_SPLITS), None)
-        if kind is not None and kind[0] in ("csv", "json") and split is not None and entry.is_file():
-            found.setdefault(split, []).append(entry.path)
+        if split is None:
+            continue
+        files = [entry] if not entry.is_dir() else [] if holds_classes(entry.path) else visible(entry.path)
+        texts = [file.path for file in files if file.is_file() and (kind_of(file.path) or ("",))[0] in ("csv", "json")]
+        texts = [path for path in texts if os.path.basename(path) not in METADATA]
+        if texts:
+            found.setdefault(split, []).extend(texts)
     return found
 
 

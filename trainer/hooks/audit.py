@@ -14,10 +14,10 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
 class Audit(Hook):
-    """Compares a hash of each weight, with SyncBN of each running statistic too, of the rate and of the loss scale over all ranks.
+    """Compares a hash of each weight and its average, with SyncBN of each running statistic too, of the rate and the loss scale.
 
-    After every `audit_interval` updates, and at each epoch's end. (Without SyncBN, running statistics differ between two forward passes;
-    DDP sends rank 0's at the next.)
+    Over all ranks, after every `audit_interval` updates, and at each epoch's end. (Without SyncBN, running statistics differ between two
+    forward passes; DDP sends rank 0's at the next.)
 
     Raises:
         RunError: something differs; it names the tensor and the ranks. The same on all ranks.
@@ -39,6 +39,8 @@ class Audit(Hook):
         tensors: dict[str, Tensor] = dict(run.module.named_parameters())
         if run.sync_bn_layers:
             tensors |= dict(run.module.named_buffers())
+        if run.ema is not None:
+            tensors |= {f"the average of {name}": average for name, average in run.ema.averages.items()}
         numbers = {"the learning rate": run.optimizer.param_groups[0]["lr"], "the loss scale": run.state.loss_scale or 0.0}
         names = [*tensors, *numbers]
         own = (*hashes(tensors), *numbers.values())

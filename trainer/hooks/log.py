@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer.accelerator import describe_precision
+from trainer.config import Config
 from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
@@ -160,6 +161,7 @@ class Log(Hook):
                 "best_acc1": best["acc1"],
                 "best_loss": best["loss"],
                 "best_epoch": best["epoch"],
+                "ema_decay": run.config.ema_decay,
                 "best_picked_on": f"the split '{run.data.test_split}' that it is measured on, so it is an optimistic figure",
                 "evaluated_samples": state.metrics["samples"],
                 "epochs": state.epoch,
@@ -223,6 +225,24 @@ def reopen(path: Path, entries: int) -> IO[str]:
     return file
 
 
+def describe_optimizer(config: Config) -> str:
+    text = f"{config.optimizer}, weight decay {config.weight_decay:g}"
+    if config.optimizer in ("sgd", "rmsprop"):
+        text += f", {'Nesterov ' if config.nesterov else ''}momentum {config.momentum:g}"
+    return text + ("" if config.weight_decay_1d else ", no decay of biases and normalisation weights")
+
+
+def describe_extras(config: Config) -> list[tuple[str, str]]:
+    """Rows of what is not everybody's."""
+    mixes = [f"{name} alpha {alpha:g}" for name, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)) if alpha]
+    loss = [f"label smoothing {config.label_smoothing:g}"] if config.label_smoothing else []
+    loss += [" or ".join(mixes)] if mixes else []
+    rows = [("loss", ", ".join(loss))] if loss else []
+    if config.ema_decay is not None:
+        rows.append(("ema", f"decay {config.ema_decay:g}: accuracy, loss and the exported model are those of the averaged weights"))
+    return rows
+
+
 def place_of_images(run: Run) -> str:
     images = run.data.train.images
     if images is None:
@@ -272,8 +292,9 @@ def describe(run: Run) -> list[tuple[str, str]]:
             f"= global batch {plan.global_batch_size}",
         ),
         ("updates", f"{run.total_steps} ({plan.updates} an epoch, {config.epochs} epochs)"),
-        ("optimizer", f"{config.optimizer}, weight decay {config.weight_decay:g}"),
+        ("optimizer", describe_optimizer(config)),
         ("lr plan", str(run.lr_plan)),
+        *describe_extras(config),
         ("output", str(run.output_dir)),
         *(("resume", note) for note in run.resume_notes),
     ]

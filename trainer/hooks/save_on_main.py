@@ -7,7 +7,10 @@ from trainer.state import Run
 
 
 class SaveOnMain(Hook):
-    """Writes output_dir/model when the epoch was the best so far: by the main process only, into place in one step."""
+    """Writes output_dir/model when the epoch was the best so far: by the main process only, into place in one step.
+
+    With `--ema_decay` the averaged weights, which were evaluated.
+    """
 
     def on_epoch_end(self, run: Run) -> None:
         if run.state.best["epoch"] != run.state.epoch:
@@ -16,7 +19,8 @@ class SaveOnMain(Hook):
         with run.processes.together():
             if run.is_main:
                 check_tensors(run)
-                self.save(run)
+                with run.averaged():
+                    self.save(run)
 
     def save(self, run: Run) -> None:
         state = run.state
@@ -39,6 +43,7 @@ class SaveOnMain(Hook):
                 "step": state.step,
                 "acc1": state.best["acc1"],
                 "loss": state.best["loss"],
+                "ema_decay": run.config.ema_decay,
             },
             scaler.state_dict() if scaler is not None else None,
         )
