@@ -109,5 +109,7 @@ class Rows(list[dict[str, Any]]):
     """Rows as a `datasets.Dataset` gives them: one by its number, several as a mapping of columns."""
 
     def __getitem__(self, place: Any) -> Any:
-        rows = super().__getitem__(place)
-        return {name: [row[name] for row in rows] for name in self[0]} if isinstance(place, slice) else rows
+        if isinstance(place, int):
+            return super().__getitem__(place)
+        rows = super().__getitem__(place) if isinstance(place, slice) else [super(Rows, self).__getitem__(number) for number in place]
+        return {name: [row[name] for row in rows] for name in self[0]}

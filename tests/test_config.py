@@ -56,6 +56,9 @@ def changed(*argv: str) -> dict[str, Any]:
         ("--epochs 2 --local_rank 1", {"epochs": 2}),
         ("--local-rank=0 --epochs 2", {"epochs": 2}),
         ("--global_batch_size 64 --batch_size 16", {"global_batch_size": 64, "batch_size": 16}),
+        ("--data_dir pets --val_fraction 0.2", {"data_dir": "pets", "val_fraction": 0.2}),
+        ("--channels 1", {"channels": "1"}),
+        ("--image-size 48x64 --random-erasing 0.25", {"image_size": "48x64", "random_erasing": 0.25}),
     ],
 )
 def test_flags(argv: str, expected: dict[str, Any]) -> None:
@@ -78,6 +81,11 @@ def test_types_are_those_of_the_fields() -> None:
         ("global_batch_size: 64\n", "--batch_size 8", {"batch_size": 8}),
         ("global_batch_size: 64\n", "--batch_size 8 --scale_lr linear", {"batch_size": 8, "scale_lr": "linear"}),
         ("global_batch_size: 64\nbatch_size: 8\n", "", {"global_batch_size": 64, "batch_size": 8}),
+        ("data_dir: pets\n", "", {"data_dir": "pets"}),
+        ("data_dir: pets\nval_fraction: 0.1\n", "--dataset mnist", {"dataset": "mnist", "val_fraction": 0.1}),
+        ("dataset: mnist\n", "--data_dir pets", {"data_dir": "pets"}),
+        ("data_dir: pets\n", "--dataset mnist5k", {}),
+        ("image_size: 64\nchannels: 3\n", "", {"image_size": "64", "channels": "3"}),
         # YAML 1.1 would read these as true, a text, no value, false, an octal number and a date.
         ("sync_bn: on\n", "", {"sync_bn": "on"}),
         ("lr: 1e-4\n", "", {"lr": 1e-4}),
@@ -232,6 +240,17 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--seed 9223372036854775808", "--seed must be between 0 and 9223372036854775807, but is 9223372036854775808"),
         ("--config nowhere.yaml", "--config: there is no file nowhere.yaml, and the trainer's own recipes are "),
         ("--config /tmp", "--config: there is no file /tmp, and the trainer's own recipes are "),
+        ("--data_dir pets --dataset mnist5k", "--data_dir pets contradicts --dataset mnist5k: leave one of them out"),
+        ("--data_dir pets --image_column x", "--image_column contradicts --data_dir, whose classes are folders: leave one of them out"),
+        ("--val_fraction 1.5", "--val_fraction must be between 0 and 1, but is 1.5"),
+        ("--val_fraction 0", "--val_fraction must be above 0 and below 1, but is 0"),
+        ("--val_fraction 0.1 --eval_split dev", "--val_fraction 0.1 contradicts --eval_split dev: leave one of them out"),
+        ("--image_size large", "--image_size must be N or HEIGHTxWIDTH, of 4 to 16384 pixels, but is 'large'"),
+        ("--image_size 8x8x3", "--image_size must be N or HEIGHTxWIDTH, of 4 to 16384 pixels, but is '8x8x3'"),
+        ("--image_size 3x64", "--image_size must be N or HEIGHTxWIDTH, of 4 to 16384 pixels, but is '3x64'"),
+        ("--channels RGB", "--channels must be one of auto, 1, 3, but is 'RGB'"),
+        ("--on_bad_image ignore", "--on_bad_image must be one of error, skip, but is 'ignore'"),
+        ("--augment autoaugment", "--augment must be one of none, light, trivialaugment, randaugment, but is 'autoaugment'"),
         ("--scale_lr linear --global_batch_size 64", "--scale_lr linear contradicts --global_batch_size, which keeps the batch, "),
     ],
 )
@@ -252,7 +271,7 @@ def test_numbers_are_finite(name: str, value: str) -> None:
         Config(**{name: number})
 
 
-@pytest.mark.parametrize("name", ["dataset", "output_dir"])
+@pytest.mark.parametrize("name", ["dataset", "data_dir", "eval_split", "label_column", "output_dir"])
 def test_an_empty_text_is_refused(name: str) -> None:
     """As `--output_dir "$OUT"` gives it where the variable is not set: the run would go into the working directory."""
     with pytest.raises(UserError, match=f"^--{name} must not be empty"):
@@ -335,6 +354,10 @@ def a_config(generator: random.Random) -> Config:
         kinds = {hint, *get_args(hint)}
         if name == "max_time":
             values[name] = generator.choice(["90", "1:00:00", "02:30"])
+        elif name == "image_size":
+            values[name] = generator.choice(["64", "4", "96x128"])
+        elif name == "val_fraction":
+            values[name] = generator.uniform(0.1, 0.9)
         elif choices:
             values[name] = generator.choice([*choices, 7] if int in kinds else choices)
         elif bool in kinds:
@@ -347,15 +370,21 @@ def a_config(generator: random.Random) -> Config:
             values[name] = int(low) + generator.randint(0, 10 ** generator.randint(1, 18))
         else:
             values[name] = generator.choice(texts)
+    if "data_dir" in values:
+        values = {
+            name: value for name, value in values.items() if name not in ("dataset", "dataset_config", "image_column", "label_column")
+        }
+    if "val_fraction" in values:
+        values.pop("eval_split", None)
     if values.get("global_batch_size"):
         values.pop("scale_lr", None)
     if values.get("optimizer") != "sgd" or not values.get("momentum", 1):
         values.pop("nesterov", None)
     if values.get("min_lr", 0) > values.get("lr", Config.lr):
         del values["min_lr"]
-    # The two cannot be told from an unset folder, on the command line either.
-    for name in ("output_dir", "resume_from_checkpoint"):
-        if values.get(name) in ("null", "~"):
+    # They cannot be told from an unset text, on the command line either.
+    for name, hint in get_type_hints(Config).items():
+        if values.get(name) in ("null", "~") and type(None) in get_args(hint):
             del values[name]
     return Config(**values)
 

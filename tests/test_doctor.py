@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,34 @@ def test_all_broken_images_are_named_and_the_rest_is_skipped(two_ranks: Ranks, t
             assert f"image {index} cannot be read" in text
         assert report.results["gradients"].measured == "model, train_loader not built, since there are images that cannot be used"
         assert {name for name, result in report.results.items() if result.status == "PASS"} == {"process group", "collectives"}
+
+
+def inspected_skipping(processes: Processes, folder: Path, knobs: dict[str, Any]) -> Report:
+    report = Report()
+    inspect_run(Config(dataset=str(folder), on_bad_image="skip", batch_size=4, **knobs), processes, report)
+    return report
+
+
+def test_bad_images_that_are_skipped_are_a_warning(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Also at the first place, whose header is looked at; all else is checked, and passes; the test split without its bad image too."""
+    for split, bad in (("train", (0, 20)), ("test", (5,))):
+        images = [b"" if index in bad else ids_image(index) for index in range(32)]
+        write_parquet(tmp_path / f"{split}.parquet", images, [index % 10 for index in range(32)])
+    for report in two_ranks.run(inspected_skipping, tmp_path, {}):
+        assert report.failed == []
+        assert {name for name, result in report.results.items() if result.status == "WARN"} == {"readable data"}
+        text = report.results["readable data"].measured
+        assert text.startswith("--on_bad_image skip leaves out: 3 images of 64 cannot be used: ")
+        assert text.count("cannot be read") == 3
+        assert report.results["evaluation"].measured.startswith("31 of 31 images counted")
+        assert ", 1 warned, 0 failed, " in report.summary()
+    sizes = [ids_image(index).resize((9, 9)) if index == 7 else ids_image(index) for index in range(200)]
+    write_parquet(tmp_path / "test.parquet", sizes, [index % 10 for index in range(200)])
+    for report in two_ranks.run(inspected_skipping, tmp_path, {}):
+        assert report.failed == ["readable data"]
+        assert "image 7 is 9 x 9 pixels" in report.results["readable data"].measured
+    for report in two_ranks.run(inspected_skipping, tmp_path, {"image_size": "6", "augment": "light"}):
+        assert report.failed == []
 
 
 def shortened(processes: Processes, folder: Path, eval_batch_size: int) -> tuple[int, int, int]:

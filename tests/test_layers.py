@@ -109,6 +109,18 @@ def test_flags_are_parsed_without_anything_heavy(module: str) -> None:
     assert "jsonargparse" in loaded
 
 
+def test_digits_are_trained_without_torchvision(tmp_path: Path) -> None:
+    """It takes a second to import, and is needed for presets of augmentation and models that are asked for only."""
+    code = (
+        "import sys\n"
+        "from trainer.main import main\n"
+        f"main(['--max_steps', '1', '--augment', 'light', '--random_erasing', '0.1', '--output_dir', {str(tmp_path / 'run')!r}])\n"
+        "print('torchvision' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
+
+
 def test_no_module_hides_a_package() -> None:
     """`python trainer/main.py` starts with trainer/ at the head of sys.path."""
     for name in ("datasets", "trainer.loop", "trainer.output"):

@@ -3,6 +3,7 @@
 Each mistake is made on one and on two processes, by the command itself, in processes that live on; a few by a real launcher too.
 """
 
+import io
 import json
 import os
 import pickle
@@ -138,13 +139,13 @@ def texts(place: Place) -> None:
         (place.folder / "data" / f"{split}.txt").write_text("x")
 
 
-def labels(test: list[int | None], label: str = "label") -> Setup:
+def labels(test: list[Any], label: str = "label", kind: str = "int64") -> Setup:
     def setup(place: Place) -> None:
         import datasets
 
         folder = place.folder / "data"
         folder.mkdir()
-        types = {"image": datasets.Image(), label: datasets.Value("int64")}
+        types = {"image": datasets.Image(), label: datasets.Value(kind)}
         for split, numbers in (("train", [0, 1] * 4), ("test", test)):
             write_parquet(folder / f"{split}.parquet", [ids_image(i) for i in range(len(numbers))], numbers, **types)
 
@@ -171,8 +172,34 @@ def other_size(content: bytes) -> bytes:
     return png(ids_image(3).resize((9, 9)))
 
 
-def sixteen_bits(content: bytes) -> bytes:
-    return png(ids_image(3).convert("I;16"))
+def fractions(content: bytes) -> bytes:
+    file = io.BytesIO()
+    ids_image(3).convert("F").save(file, "TIFF")
+    return file.getvalue()
+
+
+def image_at(name: str, alone: bool = False) -> Setup:
+    """An image where it does not belong, in a folder of classes that is sound otherwise, or alone in it."""
+
+    def setup(place: Place) -> None:
+        if not alone:
+            images(lambda content: content)(place)
+        path = place.folder / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(ids_image(0)))
+
+    return setup
+
+
+def broken_table(place: Place) -> None:
+    paths_to_nowhere(place)
+    (place.folder / "data" / "train.csv").write_text("image,label\na.png,a\nb.png,b,c,d\n")
+
+
+def paths_to_nowhere(place: Place) -> None:
+    (place.folder / "data").mkdir()
+    for split in ("train", "test"):
+        (place.folder / "data" / f"{split}.csv").write_text("image,label\ngone.png,a\ngone.png,b\n")
 
 
 def tiny(place: Place) -> None:
@@ -460,11 +487,54 @@ MISTAKES: dict[str, Mistake] = {
     "a list for a value": Mistake("--config recipe.yaml", "recipe.yaml: lr", "must be one value", recipe("lr: [1, 2]\n")),
     "a wrong value in a recipe": Mistake("--config recipe.yaml", "'many'", "--epochs must be a whole number", recipe("epochs: many\n")),
     # Data
-    "no data folder": Mistake("--dataset ./nowhere", "./nowhere is not there", "a local data set is a folder"),
-    "a file for a data folder": Mistake("--dataset notes.txt", "notes.txt is a file", "give the folder", a_file),
+    "no data folder": Mistake("--dataset ./nowhere", "./nowhere is not there", "a local data set is a folder or a file"),
+    "no folder of classes": Mistake("--data_dir nowhere", "nowhere is not there", "a local data set is a folder"),
+    "a file for a data folder": Mistake("--dataset notes.txt", "notes.txt is a file of another kind", "or a folder", a_file),
+    "a file for a folder of classes": Mistake("--data_dir notes.txt", "notes.txt is a file", "give the folder that holds", a_file),
     "an empty data folder": Mistake(
-        "--dataset data", "--dataset data", "a folder of images or Parquet files", lambda place: (place.folder / "data").mkdir()
+        "--dataset data", "--dataset data", "class folders of images, Parquet", lambda place: (place.folder / "data").mkdir()
     ),
+    "an empty folder of classes": Mistake(
+        "--data_dir data", "no class folders of images", "name their folder", lambda place: (place.folder / "data").mkdir()
+    ),
+    "an image in no class folder": Mistake(
+        "--data_dir data", "data/train/4.png", "move it into one, or remove it", image_at("train/4.png")
+    ),
+    "a folder in a class folder": Mistake("--data_dir data", "data/train/dog/big", "must lie in", image_at("train/dog/big/4.png")),
+    "a class folder without images": Mistake("--data_dir data", "data/train/fox", "add some, or remove it", image_at("train/fox/4.heic")),
+    "one class": Mistake("--data_dir data --val_fraction 0.5", "'cat'", "add images of another one", image_at("cat/0.png", alone=True)),
+    "two names for the data": Mistake("--dataset {ids} --data_dir data", "--data_dir data contradicts", "leave one of them out"),
+    "a column of class folders": Mistake("--data_dir data --label_column kind", "--label_column", "leave one of them out"),
+    "a share and a split": Mistake("--val_fraction 0.2 --eval_split test", "--val_fraction 0.2", "leave one of them out"),
+    "a share of a set with a test split": Mistake("--val_fraction 0.2", "has the split 'test'", "leave --val_fraction out"),
+    "a share of nothing": Mistake("--val_fraction 0", "but is 0", "above 0 and below 1"),
+    "a share of everything": Mistake("--val_fraction 1", "but is 1", "above 0 and below 1"),
+    "a share too small": Mistake(
+        "--dataset {ids}/train.parquet --val_fraction 0.01", "holds out none of its 16 images", "give a larger one"
+    ),
+    "a single file without a share": Mistake("--dataset {ids}/train.parquet", "only 'train'", "--val_fraction 0.2"),
+    "a broken single file": Mistake(
+        "--dataset data/train.parquet", "data/train.parquet", "replace or remove", truncated("train.parquet", 500)
+    ),
+    "a broken table": Mistake("--dataset data", "data/train.csv", "replace or remove", broken_table),
+    "no such split": Mistake("--eval_split val", "only the splits 'train', 'test'", "name one of them"),
+    "no such split to train on": Mistake("--train_split all", "only the splits 'train', 'test'", "name one of them"),
+    "one split for both": Mistake("--train_split test --eval_split test", "--eval_split test", "name another one"),
+    "no such column": Mistake("--label_column kind", "only the columns 'image', 'label'", "name one of them"),
+    "a column of no images": Mistake("--image_column label", "holds ClassLabel", "name another one"),
+    "no such configuration": Mistake("--dataset_config large", "'large'", "choose one by --dataset_config"),
+    "a configuration of a file": Mistake(
+        "--dataset {ids}/train.parquet --dataset_config large --val_fraction 0.5", "--dataset_config large", "leave it out"
+    ),
+    "fractions for labels": Mistake(
+        "--dataset data", "fractions (float64)", "give whole numbers or texts", labels([0.5, 1.5], kind="float64")
+    ),
+    "paths that lead nowhere": Mistake("--dataset data", "data/gone.png", "replace or remove it", paths_to_nowhere),
+    "an image size that is none": Mistake("--image_size 64x", "'64x'", "--image_size must be N or HEIGHTxWIDTH"),
+    "an image size too small": Mistake("--image_size 2", "'2'", "of 4 to 16384 pixels"),
+    "channels of no kind": Mistake("--channels 4", "'4'", "--channels must be one of auto, 1, 3"),
+    "a cache of parts": Mistake("--image_size 6 --augment light --cache ram", "--cache ram", "leave --cache out"),
+    "erasing more than always": Mistake("--random_erasing 1.5", "but is 1.5", "between 0 and 1"),
     "a folder of texts": Mistake(
         "--dataset data",
         "no image column",
@@ -482,8 +552,11 @@ MISTAKES: dict[str, Mistake] = {
     "a truncated test image": Mistake(
         "--dataset data", "data/test/dog/3.png", "replace or remove it", images(lambda content: content[:60], split="test")
     ),
-    "an image of another size": Mistake("--dataset data", "data/train/dog/3.png", "all images must have one size", images(other_size)),
-    "an image of 16 bits": Mistake("--dataset data", "data/train/dog/3.png", "convert it first", images(sixteen_bits)),
+    "an image of another size": Mistake("--dataset data", "data/train/dog/3.png", "say by --image_size", images(other_size)),
+    "an image of another size while bad ones are skipped": Mistake(
+        "--dataset data --on_bad_image skip", "data/test/dog/3.png", "say by --image_size", images(other_size, split="test")
+    ),
+    "an image of fractions": Mistake("--dataset data", "data/train/dog/3.png", "save it with 8 or 16 bits", images(fractions)),
     "tiny images": Mistake("--dataset data", "3 x 3 pixels", "at least 4 are needed", tiny),
     "a truncated image met in training": Mistake(
         "--dataset data --cache none --normalize none --batch_size 2",
@@ -747,7 +820,7 @@ def trained(one_rank: Ranks, ids: Path, tmp_path_factory: pytest.TempPathFactory
 
 def argv(mistake: Mistake, place: Place) -> list[str]:
     flags = shlex.split(mistake.flags.replace("--output_dir {none}", "").format(ids=place.ids))
-    if "--dataset" not in flags:
+    if not {"--dataset", "--data_dir"} & set(flags):
         flags += ["--dataset", str(place.ids)]
     if "--output_dir" not in mistake.flags:
         flags += ["--output_dir", "out"]

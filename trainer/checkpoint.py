@@ -98,6 +98,7 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
     """
     await_checkpoint(run)
     window = {"window_loss": run.window.loss.detach().cpu().clone(), "window_samples": torch.tensor(run.window.samples)}
+    window["window_bad"] = run.window.bad.detach().cpu().clone()
     if run.window.grad_norm is not None:
         window["window_grad_norm"] = run.window.grad_norm.detach().cpu().clone()
     ranks = run.processes.all_gather(generator_states(run.accelerator.device) | window)
@@ -307,14 +308,14 @@ def restore(run: Run, checkpoint: Checkpoint, load_hooks: Callable[[dict[str, An
             ) from None
         if changed:
             raise UserError(
-                f"--dataset {run.config.dataset} is not what the checkpoint {checkpoint.path} was trained on ({', '.join(changed)}): "
+                f"{run.config.data_flag} is not what the checkpoint {checkpoint.path} was trained on ({', '.join(changed)}): "
                 "use that, or train anew in another --output_dir"
             )
 
 
 def _changed_data(run: Run, was: dict[str, Any]) -> list[str]:
     data = run.data.fingerprint
-    return [f"{name} {was[name]} -> {data[name]}" for name in data if was[name] != data[name]]
+    return [f"{name} {was.get(name)} -> {data.get(name)}" for name in data | was if was.get(name) != data.get(name)]
 
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
@@ -336,6 +337,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     if same_ranks or run.is_main:
         run.window.loss += sum(float(tensors["window_loss"]) for tensors in windows)
         run.window.samples += sum(int(tensors["window_samples"]) for tensors in windows)
+        run.window.bad += sum(int(tensors["window_bad"]) for tensors in windows)
         run.window.grad_norm = windows[0].get("window_grad_norm")
     if same_ranks and run.state.consumed:
         run.generators = checkpoint.ranks[run.processes.rank]

@@ -17,6 +17,7 @@ from trainer.runtime import UserError, env_int
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+DATASET = "mnist5k"
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -24,9 +25,32 @@ RECIPES = Path(__file__).parent / "recipes"
 class DataConfig:
     """Data"""
 
-    dataset: str = "mnist5k"
-    """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder of images or Parquet
-    files"""
+    dataset: str = DATASET
+    """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder or file: images in class
+    folders, Parquet, Arrow, or CSV or JSON with a column of image paths"""
+    dataset_config: str | None = None
+    """the configuration of a --dataset that has several; unset: its only one"""
+    data_dir: str | None = None
+    """instead of --dataset: a folder of class folders, FOLDER/train/CLASS and FOLDER/val/CLASS, or FOLDER/CLASS with --val_fraction; unset:
+    --dataset"""
+    train_split: str | None = None
+    """the split to train on; unset: train"""
+    eval_split: str | None = None
+    """the split to evaluate on; unset: found among test, validation, valid, val, eval, dev"""
+    val_fraction: float | None = None
+    """share, within 0..1, of the training images of each class that is held out for evaluation, where there is no split for it; fixed by
+    --seed; unset: none"""
+    image_column: str | None = None
+    """the column that holds images, or paths of images; unset: found by its name or type"""
+    label_column: str | None = None
+    """the column that holds classes: whole numbers or texts; unset: found by its name or type"""
+    image_size: str | None = None
+    """N or HEIGHTxWIDTH, pixels: what all images are cut and resized to; unset: the size that they have, all the same"""
+    channels: Literal["auto", "1", "3"] = "auto"
+    """1: grey, 3: colour; 'auto': grey when 64 training images, spread over the split, are all grey"""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """an image that cannot be read ends the run ('error'), or another one is trained on instead, and it is left out of the evaluation, and
+    counted ('skip')"""
     batch_size: int | None = None
     """images a process takes through the model at once; unset: 32, or what --global_batch_size asks for (short: -b)"""
     global_batch_size: int | None = None
@@ -35,12 +59,15 @@ class DataConfig:
     eval_batch_size: int = 125
     """images a process evaluates at once"""
     normalize: Literal["dataset", "none", "imagenet"] = "dataset"
-    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, 'imagenet' does so with ImageNet's, which
-    published weights expect, 'none' only scales to 0..1"""
-    augment: Literal["none", "light"] = "none"
-    """of training images: 'light' shifts by up to an eighth of the side and mirrors"""
+    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, of at most 5,000 images spread over it,
+    'imagenet' does so with ImageNet's, which published weights expect, 'none' only scales to 0..1"""
+    augment: Literal["none", "light", "trivialaugment", "randaugment"] = "none"
+    """of training images: 'light' mirrors, and shifts by up to an eighth of the side or, where images are resized, takes a random part of
+    35 to 100 % of the area; 'trivialaugment' and 'randaugment' add torchvision's"""
     hflip: float = 0.5
     """probability, 0..1, that --augment mirrors an image left to right; 0 for digits and letters"""
+    random_erasing: float = 0.0
+    """probability, 0..1, that a box of 2 to 33 % of a training image is painted over with the mean colour"""
     cache: Literal["auto", "device", "ram", "none"] = "auto"
     """decoded images: kept on the training device ('device'; on a CPU the same as 'ram'), in memory ('ram'), decoded each time
     ('none'); 'auto': the first of these three that fits into a quarter of the GPU's free memory, or half of the host's"""
@@ -191,10 +218,11 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         for name in ("lr", "max_grad_norm", "lr_gamma"):
             if getattr(self, name) == 0:
                 raise UserError(f"--{name} must be above 0, but is 0")
-        for name in ("dataset", "model", "weights", "output_dir", "resume_from_checkpoint"):
+        for name in TEXTS:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise UserError(f"--{name} must not be empty: give it a value, or leave it out")
+        self._check_data()
         if self.resume_from_checkpoint == "auto" and self.output_dir is None:
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
         if self.max_time is not None:
@@ -208,6 +236,47 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
                 "for any number of processes: leave one of them out"
             )
+
+    def _check_data(self) -> None:
+        if self.data_dir is not None:
+            if self.dataset != DATASET:
+                raise UserError(f"--data_dir {self.data_dir} contradicts --dataset {self.dataset}: leave one of them out")
+            for name in ("dataset_config", "image_column", "label_column"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name} contradicts --data_dir, whose classes are folders: leave one of them out")
+        if self.val_fraction in (0, 1):
+            raise UserError(f"--val_fraction must be above 0 and below 1, but is {self.val_fraction:g}")
+        if self.val_fraction is not None and self.eval_split is not None:
+            raise UserError(f"--val_fraction {self.val_fraction:g} contradicts --eval_split {self.eval_split}: leave one of them out")
+        if self.image_size is not None:
+            pixels(self.image_size)
+
+    @property
+    def data_name(self) -> str:
+        """What `data_dir` or `dataset` says."""
+        return self.data_dir or self.dataset
+
+    @property
+    def data_flag(self) -> str:
+        """The flag that names the data, with its value."""
+        return f"--data_dir {self.data_dir}" if self.data_dir is not None else f"--dataset {self.dataset}"
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(height, width) that `image_size` asks for, pixels."""
+        return pixels(self.image_size) if self.image_size is not None else None
+
+
+def pixels(text: str) -> tuple[int, int]:
+    """`--image_size` as (height, width).
+
+    Raises:
+        UserError: it is neither N nor HEIGHTxWIDTH, of whole numbers in range.
+    """
+    sides = [int(side) if side.isdecimal() else 0 for side in text.strip().lower().split("x")]
+    if len(sides) > 2 or not all(SMALLEST_SIDE <= side <= LARGEST_SIDE for side in sides):
+        raise UserError(f"--image_size must be N or HEIGHTxWIDTH, of {SMALLEST_SIDE} to {LARGEST_SIDE} pixels, but is {text!r}")
+    return sides[0], sides[-1]
 
 
 def seconds(text: str) -> float:
@@ -227,12 +296,27 @@ def seconds(text: str) -> float:
     return total
 
 
+# Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
+SMALLEST_SIDE, LARGEST_SIDE = 4, 16384
+TEXTS = (
+    "dataset",
+    "dataset_config",
+    "data_dir",
+    "train_split",
+    "eval_split",
+    "image_column",
+    "label_column",
+    "output_dir",
+    "resume_from_checkpoint",
+)
 INFINITY = float("inf")
 RANGES: dict[str, tuple[float, float]] = {
     "batch_size": (1, INFINITY),
     "global_batch_size": (1, INFINITY),
     "eval_batch_size": (1, INFINITY),
+    "val_fraction": (0, 1),
     "hflip": (0, 1),
+    "random_erasing": (0, 1),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "epochs": (1, INFINITY),
@@ -294,6 +378,13 @@ def parse(argv: Sequence[str]) -> Config:
     except ArgumentError as error:
         raise UserError(explain(str(error))) from None
     del values["config"]
+    # A flag beats a recipe; on one level the two contradict each other.
+    if "--data_dir" in arguments and "--dataset" in arguments:
+        raise UserError(f"--data_dir {values['data_dir']} contradicts --dataset {values['dataset']}: leave one of them out")
+    if "--data_dir" in arguments:
+        values["dataset"] = DATASET
+    if "--dataset" in arguments:
+        values["data_dir"] = None
     # The more explicit of the two wins; both on one level must agree, which loaders.py checks once the processes are counted.
     if "--global_batch_size" in arguments and "--batch_size" not in arguments:
         values["batch_size"] = None

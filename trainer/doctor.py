@@ -75,7 +75,7 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
     with processes.together():
         accelerator = build_accelerator(config, processes)
         check_model(config, resumed=False)
-    source = processes.local_main_first(lambda: load_source(config.dataset))
+    source = processes.local_main_first(lambda: load_source(config))
     images, folder = images_of(source, config), Path(config.output_dir or "runs")
     with messengers() as own:
         subject = Subject(
@@ -84,6 +84,7 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
             accelerator=accelerator,
             forward=forward,
             images=images,
+            skips_bad=config.on_bad_image == "skip",
             folder=folder,
             absent="not built, since there are images that cannot be used",
         )

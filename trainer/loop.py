@@ -99,6 +99,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
     if state.stop or not plan.micro_batches:
         resume_generators(run)
         return
+    state.bad_images = state.bad_images if state.consumed else 0
     train_mode(run.model, run.config.freeze)
     losses: list[Tensor] = []
     for micro, batch in enumerate(timed(run.train_loader, run)):
@@ -109,6 +110,8 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         losses.append(forward_backward(run, plan, micro, batch, start + micro * plan.micro_batch_size))
         run.window.loss.add_(losses[-1], alpha=len(batch[1]))
         run.window.samples += len(batch[1])
+        if run.config.on_bad_image == "skip":
+            run.window.bad += (batch[2] < 0).sum()
         if not update:
             continue
         run.at("update")

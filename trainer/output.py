@@ -92,7 +92,7 @@ def _use(folder: Path, made: list[Path]) -> Path:
 
 
 def _new(config: Config, made: list[Path]) -> Path:
-    dataset = re.sub(r"[^\w.-]+", "-", config.dataset).strip("-.") or "run"
+    dataset = re.sub(r"[^\w.-]+", "-", config.data_name).strip("-.") or "run"
     name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
         folder = Path("runs", name if number == 0 else f"{name}-{number}")

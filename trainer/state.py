@@ -42,6 +42,7 @@ class TrainState:
         skipped: updates that the GradScaler refused, because a gradient had overflowed; they count in neither step nor samples.
         skipped_in_a_row: the newest of them, without a finished update between.
         loss_scale: the GradScaler's factor after the newest step; None without one.
+        bad_images: training images of the epoch in progress, or the newest one, that could not be read, up to the last log line.
         metrics: of the newest evaluation; `acc1` in percent, `loss`, `samples`, …
         best: metrics of the best epoch so far, with its number under `epoch`.
         lr_factor: what the falls of `--lr_scheduler plateau` have come to.
@@ -57,6 +58,7 @@ class TrainState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     loss_scale: float | None = None
+    bad_images: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     lr_factor: float = 1.0
@@ -93,15 +95,18 @@ class Window:
         samples: images behind that sum.
         grad_norm: L2 norm of the newest update's gradient before clipping; None without clipping.
         waited: seconds spent waiting for data.
+        bad: images that could not be read, int64 ().
     """
 
     loss: Tensor
+    bad: Tensor
     samples: int = 0
     grad_norm: Tensor | None = None
     waited: float = 0.0
 
     def clear(self) -> None:
         self.loss.zero_()
+        self.bad.zero_()
         self.samples, self.waited = 0, 0.0
 
 
@@ -265,7 +270,7 @@ def build_run(
         data=data,
         module=module,
         model=model,
-        augment=Augment(config),
+        augment=Augment(config, data.mean, shift=not data.train.random_crop),
         normalize=Normalize(data.mean, data.std, memory_format).to(accelerator.device),
         optimizer=optimizer,
         train_loader=train_loader,
@@ -276,7 +281,9 @@ def build_run(
         planned=planned,
         total_steps=total,
         state=TrainState(loss_scale=loss_scale(accelerator)),
-        window=Window(torch.zeros((), dtype=torch.float64, device=accelerator.device)),
+        window=Window(
+            torch.zeros((), dtype=torch.float64, device=accelerator.device), torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        ),
         finite=Finite(accelerator.device),
         watch=Watch(processes, config.hang_timeout),
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),

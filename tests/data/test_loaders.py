@@ -1,5 +1,6 @@
 """The data of a run: batch sizes planned, splits opened, and the same batches whatever the cache and the workers."""
 
+import io
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from torch import Tensor
 from tests.helpers import SIDE, alone_run, ids_image, ids_of, png, write_ids, write_parquet
 from tests.ranks import Ranks, alone
 from trainer.config import Config
-from trainer.data.dataset import Batch, Transform
+from trainer.data.dataset import LEFT_OUT, Batch, Transform
 from trainer.data.loaders import Data, load_data, plan_batches
 from trainer.data.sampler import BatchPlan, EpochSampler
+from trainer.data.transforms import spread
 from trainer.runtime import Processes, UserError
 
 
@@ -104,11 +106,97 @@ def test_normalize_none_only_scales(tmp_path: Path) -> None:
     assert (data.mean, data.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("LA", 1), ("RGB", 3), ("RGBA", 3), ("P", 3)])
-def test_the_first_training_image_tells_the_channels(tmp_path: Path, mode: str, channels: int) -> None:
-    others = [Image.new("L", (8, 8)), Image.new("RGB", (8, 8))]
-    data = alone(loaded, write_images(tmp_path / "set", [Image.new(mode, (8, 8)), *others], others), {})
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("LA", 1), ("I;16", 1), ("RGB", 3), ("RGBA", 3), ("P", 3), ("CMYK", 3)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_training_images_all_over_the_split_tell_the_channels(tmp_path: Path, mode: str, channels: int, place: int) -> None:
+    train: list[Any] = [Image.new("L", (8, 8))] * 3
+    file = io.BytesIO()
+    Image.new(mode, (8, 8)).save(file, "TIFF")
+    train[place] = file.getvalue()
+    folder = write_images(tmp_path / "set", train, [Image.new("RGB", (8, 8))])
+    data = alone(loaded, folder, {})
     assert data.train.shape == data.test.shape == (channels, 8, 8)
+    assert data.about == ("grey (3 images looked at are grey)" if channels == 1 else "colour (1 of 3 images looked at have colours)")
+    for asked in (1, 3):
+        data = alone(loaded, folder, {"channels": str(asked)})
+        assert data.train.shape == data.test.shape == (asked, 8, 8)
+        assert "--channels" in data.about
+
+
+def test_at_most_64_images_are_looked_at_evenly_spread(tmp_path: Path) -> None:
+    assert spread(5, 64).tolist() == [0, 1, 2, 3, 4]
+    assert spread(128, 64).tolist() == list(range(0, 128, 2))
+    assert spread(1000, 3).tolist() == [0, 333, 666]
+    assert spread(10**9, 5000)[-1] == 999_800_000
+    train = [Image.new("RGB" if index == 129 else "L", (8, 8)) for index in range(192)]
+    folder = write_images(tmp_path / "set", train, train[:1])
+    assert alone(loaded, folder, {"cache": "none"}).about == "colour (1 of 64 images looked at have colours)"
+
+
+def sized(*sizes: tuple[int, int]) -> list[Image.Image]:
+    return [Image.new("L", size, 10 * index) for index, size in enumerate(sizes, start=1)]
+
+
+def test_images_of_several_sizes_become_one(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "set", sized((8, 8), (30, 20), (16, 40)), sized((9, 50), (4, 4)))
+    for knobs, shape in (({"image_size": "16"}, (1, 16, 16)), ({"image_size": "12x20"}, (1, 12, 20))):
+        data = alone(loaded, folder, knobs)
+        assert data.train.shape == data.test.shape == shape
+        assert data.train.images is not None
+        assert data.train.images[:, 0, 0, 0].tolist() == [10, 20, 30]
+        assert data.about.endswith(", resized from 8 x 8 to 16 x 40, the centre")
+
+
+@pytest.mark.parametrize("augment", ["light", "trivialaugment"])
+def test_what_needs_the_original_is_not_kept_decoded(tmp_path: Path, augment: str) -> None:
+    """The test split is, and the training images too where they have their final size already."""
+    folder = write_images(tmp_path / "set", sized((32, 32), (32, 32)), sized((32, 32)))
+    knobs = {"augment": augment, "image_size": "16"}
+    data = alone(loaded, folder, knobs)
+    assert data.train.random_crop
+    assert (data.train.images, data.test.images is not None) == (None, True)
+    assert data.about.endswith(", resized from 32 x 32, random parts in training, else the centre")
+    for cache in ("ram", "device"):
+        with pytest.raises(UserError, match=f"^--cache {cache} keeps each image at its final size, but --augment {augment} takes another"):
+            alone(loaded, folder, {**knobs, "cache": cache})
+    for other in ({"augment": augment, "image_size": "32"}, {"augment": augment}, {"image_size": "16"}):
+        data = alone(loaded, folder, other)
+        assert not data.train.random_crop
+        assert data.train.images is not None
+
+
+def test_bad_headers_are_passed_over_where_they_are_to_be(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "set", [b"", Image.new("L", (8, 8)), b""], [b"", Image.new("L", (8, 8))])
+    data = alone(loaded, folder, {"on_bad_image": "skip", "val_fraction": None})
+    assert data.train.shape == (1, 8, 8)
+    assert data.train.__getitems__([0, 1, 2])[2].tolist() == [~0, 1, ~2]
+    assert data.test.__getitems__([0, 1])[1].tolist() == [LEFT_OUT, 0]
+    with pytest.raises(UserError, match="image 0 cannot be read"):
+        alone(loaded, folder, {})
+    with pytest.raises(UserError, match=r": none of 2 training images that were looked at can be read: replace them$"):
+        alone(loaded, write_images(tmp_path / "none", [b"", b""], [b""]), {"on_bad_image": "skip"})
+
+
+def test_what_was_held_out_is_part_of_what_a_resume_compares(tmp_path: Path) -> None:
+    folder = write_ids(tmp_path / "ids", train=60, test=2)
+    prints = [
+        alone(loaded, folder / "train.parquet", {"val_fraction": 0.5, "seed": seed, "cache": "none"}).fingerprint for seed in (0, 0, 1)
+    ]
+    assert prints[0] == prints[1]
+    assert prints[0]["held_out"] != prints[2]["held_out"]
+    assert "held_out" not in alone(loaded, folder, {}).fingerprint
+
+
+def measured(processes: Processes, folder: Path, cache: str) -> tuple[Any, Any]:
+    data = loaded(processes, folder, {"cache": cache})
+    return data.mean, data.std
+
+
+def test_statistics_are_the_same_for_any_cache_and_number_of_processes(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = write_ids(tmp_path / "ids", train=21, test=2)
+    expected = alone(measured, folder, "ram")
+    assert alone(measured, folder, "none") == expected
+    assert two_ranks.run(measured, folder, "ram") == two_ranks.run(measured, folder, "none") == [expected] * 2
 
 
 @pytest.mark.parametrize(("cache", "free", "in_memory"), [("auto", 2, True), ("auto", 1.9, False), ("ram", 0, True), ("none", 99, False)])
@@ -122,18 +210,20 @@ def test_what_is_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        pytest.param([(3, 8)], [(3, 8)], "images are 3 x 8 pixels, at least 4 are needed", id="too small"),
+        pytest.param([(3, 8)], [(3, 8)], "images are 3 x 8 pixels, at least 4 are needed: enlarge them by --image_size", id="too small"),
         pytest.param(
-            [(8, 8), (8, 9)], [(8, 8)], "image 1 is 8 x 9 pixels, the first one of the train split 8 x 8: all images must", id="train"
+            [(8, 8), (8, 9)], [(8, 8)], "image 1 is 8 x 9 pixels, --dataset SET: image 0 8 x 8: say by --image_size which", id="train"
         ),
-        pytest.param([(8, 8)], [(8, 8), (9, 8)], "(test): image 1 is 9 x 8 pixels, the first one of the train split 8 x 8: all", id="test"),
+        pytest.param(
+            [(8, 8)], [(8, 8), (9, 8)], "(test): image 1 is 9 x 8 pixels, the first one of the train split 8 x 8: say by --", id="test"
+        ),
     ],
 )
 def test_sizes_refused(tmp_path: Path, train: list[tuple[int, int]], test: list[tuple[int, int]], message: str) -> None:
     folder = write_images(tmp_path / "set", [Image.new("L", size) for size in train], [Image.new("L", size) for size in test])
     with pytest.raises(UserError) as raised:
         alone(loaded, folder, {})
-    assert message in str(raised.value)
+    assert message in str(raised.value).replace(str(folder), "SET")
 
 
 def refused(processes: Processes, folder: Path) -> str:

@@ -10,13 +10,15 @@ import datasets
 import pytest
 
 from tests.helpers import ROOT, ids_image, write_ids, write_parquet
-from trainer.data.sources import TEST_SPLITS, load_source
+from trainer.config import Config
+from trainer.data.folders import TEST_SPLITS
+from trainer.data.sources import Source, load_source
 from trainer.runtime import UserError
 
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 IMAGE = datasets.Image()
 MEND = ": remove them, or add images of them to the train split"
-TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
+TEXT, NUMBER, TRUTH, FRACTION = (datasets.Value(dtype) for dtype in ("string", "int64", "bool", "float64"))
 
 
 def named(*names: str) -> Any:
@@ -33,18 +35,13 @@ def write_labels(
     return str(folder)
 
 
-def write_image_folder(folder: Path, train: tuple[str, ...], test: tuple[str, ...], count: int = 2) -> str:
-    for split, classes in (("train", train), ("test", test)):
-        for name in classes:
-            (folder / split / name).mkdir(parents=True)
-            for index in range(count):
-                ids_image(index).save(folder / split / name / f"{index}.png")
-    return str(folder)
+def opened(name: str, **knobs: Any) -> Source:
+    return load_source(Config(dataset=name, **knobs))
 
 
-def refusal(name: str) -> str:
+def refusal(name: str, **knobs: Any) -> str:
     with pytest.raises(UserError) as raised:
-        load_source(name)
+        opened(name, **knobs)
     text = str(raised.value)
     assert "\n" not in text
     assert text.startswith(f"--dataset {name}")
@@ -52,7 +49,7 @@ def refusal(name: str) -> str:
 
 
 def test_the_embedded_digits() -> None:
-    source = load_source("mnist5k")
+    source = opened("mnist5k")
     assert source.classes == tuple("0123456789")
     assert source.test_split == "test"
     assert Counter(source.train_labels) == dict.fromkeys(range(10), 400)
@@ -65,7 +62,7 @@ def test_the_embedded_digits() -> None:
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason=f"full MNIST is not at {MNIST}")
 def test_full_mnist() -> None:
-    source = load_source(str(MNIST))
+    source = opened(str(MNIST))
     assert (len(source.train), len(source.test)) == (60_000, 10_000)
     assert source.classes == tuple("0123456789")
     assert Counter(source.train_labels)[1] == 6742
@@ -73,7 +70,7 @@ def test_full_mnist() -> None:
 
 
 def test_a_folder_of_parquet_files(tmp_path: Path) -> None:
-    source = load_source(str(write_ids(tmp_path / "ids", train=12, test=5)))
+    source = opened(str(write_ids(tmp_path / "ids", train=12, test=5)))
     assert (len(source.train), len(source.test)) == (12, 5)
     assert source.train_labels == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert source.train.column_names == ["image", "label"]
@@ -84,48 +81,24 @@ def test_paths_are_relative_or_below_home(tmp_path: Path, monkeypatch: pytest.Mo
     write_ids(tmp_path / "ids", train=3, test=2)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("ids", "./ids", "~/ids"):
-        assert len(load_source(name).train) == 3
+        assert len(opened(name).train) == 3
 
 
 def test_parts_of_a_split_are_put_together(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
     (folder / "train.parquet").rename(folder / "train-00000-of-00002.parquet")
     write_parquet(folder / "train-00001-of-00002.parquet", [ids_image(9)] * 3, [7, 8, 9])
-    assert load_source(str(folder)).train_labels == [0, 1, 2, 3, 7, 8, 9]
+    assert opened(str(folder)).train_labels == [0, 1, 2, 3, 7, 8, 9]
 
 
 @pytest.mark.parametrize("split", TEST_SPLITS)
 def test_the_test_split_has_many_names(tmp_path: Path, split: str) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
     (folder / "test.parquet").rename(folder / f"{split}.parquet")
-    source = load_source(str(folder))
+    source = opened(str(folder))
     # `datasets` itself renames val, valid, dev and eval.
     assert source.test_split in TEST_SPLITS
     assert len(source.test) == 2
-
-
-def test_a_folder_of_class_folders(tmp_path: Path) -> None:
-    name = write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("cat", "dog", "emu"))
-    for junk in ("train/.ipynb_checkpoints/0.png", "train/cat/.hidden.png", ".cache/train/fox/0.png"):
-        (tmp_path / "pets" / junk).parent.mkdir(parents=True, exist_ok=True)
-        ids_image(5).save(tmp_path / "pets" / junk)
-    (tmp_path / "pets" / "train" / "cat" / "Thumbs.db").write_text("x")
-    source = load_source(name)
-    assert source.classes == ("cat", "dog", "emu")
-    assert source.train_labels == [0, 0, 1, 1, 2, 2]
-    assert source.test_labels == [0, 0, 1, 1, 2, 2]
-    assert source.train[2]["image"]["path"] == str(tmp_path / "pets" / "train" / "dog" / "0.png")
-
-
-def test_class_folders_missing_in_test_do_not_shift_the_numbers(tmp_path: Path) -> None:
-    source = load_source(write_image_folder(tmp_path / "pets", ("cat", "dog", "emu"), ("emu",)))
-    assert source.classes == ("cat", "dog", "emu")
-    assert source.test_labels == [2, 2]
-
-
-def test_a_class_folder_of_the_test_split_only_is_refused(tmp_path: Path) -> None:
-    text = refusal(write_image_folder(tmp_path / "pets", ("cat", "dog"), ("ant", "dog")))
-    assert text.endswith(f"the test split has classes that the train split lacks: ant{MEND}")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "someone/nothing", "mnist"])
@@ -138,12 +111,18 @@ def test_an_unreachable_name_of_the_hub_names_the_ways_out(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        ("./nowhere", "a local data set is a folder, and ./nowhere is not there"),
-        ("/no/where", "a local data set is a folder, and /no/where is not there"),
-        ("a/b/c", "a local data set is a folder, and a/b/c is not there"),
-        ("file.txt", "and file.txt is a file; give the folder that holds the files of the train and test split"),
+        ("./nowhere", "a local data set is a folder or a file, and ./nowhere is not there"),
+        ("/no/where", "a local data set is a folder or a file, and /no/where is not there"),
+        ("a/b/c", "a local data set is a folder or a file, and a/b/c is not there"),
+        (
+            "file.txt",
+            "file.txt is a file of another kind than .parquet, .arrow, .csv, .tsv, .json, .jsonl, .ndjson: give one of these, or a folder",
+        ),
         ("empty", "empty doesn't contain any data files"),
-        ("texts", "texts has no image column (image, img, pixel_values, picture, jpg, png); its columns are 'text'"),
+        (
+            "texts",
+            "texts has no image column (image, img, pixel_values, picture, jpg, png); its columns are 'text': name it by --image_column",
+        ),
     ],
 )
 def test_what_is_no_data_set(name: str, end: str) -> None:
@@ -158,8 +137,13 @@ def test_what_is_no_data_set(name: str, end: str) -> None:
 @pytest.mark.parametrize(
     ("present", "absent", "end"),
     [
-        ("train", "test", "has no split to evaluate on (test, validation, valid, val, eval, dev), only 'train'"),
-        ("test", "train", "has no split 'train', only 'test'"),
+        (
+            "train",
+            "test",
+            "has no split to evaluate on (test, validation, valid, val, eval, dev, testing, evaluation), only 'train': name one by "
+            "--eval_split, or hold out a part of the training images by --val_fraction 0.2",
+        ),
+        ("test", "train", "has no split 'train', only 'test': name one by --train_split"),
     ],
 )
 def test_a_missing_split_names_those_that_exist(tmp_path: Path, present: str, absent: str, end: str) -> None:
@@ -172,7 +156,7 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4)
     features = datasets.Features({"image": IMAGE, "label": named("a", "b")})
     datasets.Dataset.from_dict({"image": [], "label": []}, features=features).to_parquet(str(folder / "test.parquet"))
-    assert "test" in refusal(str(folder)).split("Parquet files:")[1]
+    assert "test" in refusal(str(folder)).split("JSON files:")[1]
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
@@ -180,7 +164,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     content = (folder / "train.parquet").read_bytes()
     (folder / "train.parquet").write_bytes(content[: len(content) // 2])
     text = refusal(str(folder))
-    assert "cannot be read as a folder of images or Parquet files: Parquet magic bytes not found" in text
+    assert "cannot be read as class folders of images, Parquet, Arrow, CSV or JSON files: Parquet magic bytes not found" in text
     assert text.endswith(f": replace or remove {folder / 'train.parquet'}")
 
 
@@ -195,7 +179,7 @@ def test_parts_with_different_columns_are_refused_with_the_cause(tmp_path: Path)
     ("image", "label"), [("img", "label"), ("image", "fine_label"), ("img", "fine_label"), ("picture", "cls"), ("photo", "species")]
 )
 def test_columns_are_found_under_their_usual_names_or_by_type(tmp_path: Path, image: str, label: str) -> None:
-    source = load_source(write_labels(tmp_path / "set", [1, 0], [1], (named("a", "b"), named("a", "b")), image, label))
+    source = opened(write_labels(tmp_path / "set", [1, 0], [1], (named("a", "b"), named("a", "b")), image, label))
     assert (source.classes, source.train_labels, source.test_labels) == (("a", "b"), [1, 0], [1])
     assert source.train.column_names == ["image", "label"]
 
@@ -205,18 +189,20 @@ def test_fine_label_comes_before_another_class_label(tmp_path: Path) -> None:
     for split in ("train", "test"):
         rows = [{"img": ids_image(i), "coarse_label": 2, "fine_label": i} for i in range(2)]
         datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / f"{split}.parquet"))
-    source = load_source(str(tmp_path))
+    source = opened(str(tmp_path))
     assert (source.classes, source.train_labels) == (("a", "b"), [0, 1])
 
 
 def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     labels = write_labels(tmp_path / "no_label", [0, 1], [1], (NUMBER, NUMBER), label="score")
-    assert refusal(labels).endswith("has no label column (label, labels, fine_label, class, target, cls); its columns are 'image', 'score'")
+    assert refusal(labels).endswith(
+        "has no label column (label, labels, fine_label, class, target, cls); its columns are 'image', 'score': name it by --label_column"
+    )
     images = tmp_path / "no_image"
     images.mkdir()
     for split in ("train", "test"):
         datasets.Dataset.from_dict({"text": ["a"], "label": [0]}).to_parquet(str(images / f"{split}.parquet"))
-    assert refusal(str(images)).endswith("its columns are 'text', 'label'")
+    assert refusal(str(images)).endswith("its columns are 'text', 'label': name it by --image_column")
 
 
 def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
@@ -235,6 +221,11 @@ def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
         pytest.param([2, 0], [1], (named("a", "b", "c"), named("a", "b", "c")), ("a b c", [2, 0], [1]), id="declared without an image"),
         pytest.param([1, 0], ["b"], (named("a", "b"), TEXT), ("a b", [1, 0], [1]), id="names and texts"),
         pytest.param(["b", "a"], [0, 1], (TEXT, named("b", "a")), ("a b", [1, 0], [1, 0]), id="texts and names"),
+        pytest.param([100, -5, 7], [7, -5], (NUMBER, NUMBER), ("-5 7 100", [2, 0, 1], [1, 0]), id="numbers of any values"),
+        pytest.param([3, 0], [3], (datasets.Value("uint8"), NUMBER), ("0 3", [1, 0], [1]), id="numbers of several types"),
+        pytest.param([True, False], [True], (TRUTH, TRUTH), ("False True", [1, 0], [1]), id="true and false"),
+        pytest.param([True, False], [1], (TRUTH, NUMBER), ("False True", [1, 0], [1]), id="true and 1"),
+        pytest.param(["2", "1", "x"], [1, 2], (TEXT, NUMBER), ("1 2 x", [1, 0, 2], [0, 1]), id="texts that look like numbers"),
         pytest.param([1, 0], [1], (named("a", "b"), NUMBER), ("a b", [1, 0], [1]), id="names and numbers"),
         pytest.param([1, 0], [1], (NUMBER, named("b", "a")), ("0 1", [1, 0], [1]), id="numbers and names"),
     ],
@@ -242,7 +233,7 @@ def test_a_column_missing_in_the_test_split_is_refused(tmp_path: Path) -> None:
 def test_the_train_splits_classes_rule(
     tmp_path: Path, train: list[Any], test: list[Any], kinds: tuple[Any, Any], expected: tuple[str, list[int], list[int]]
 ) -> None:
-    source = load_source(write_labels(tmp_path / "set", train, test, kinds))
+    source = opened(write_labels(tmp_path / "set", train, test, kinds))
     assert (" ".join(source.classes), source.train_labels, source.test_labels) == expected
 
 
@@ -255,6 +246,15 @@ def test_the_train_splits_classes_rule(
         pytest.param([0, None], [0], (named("a", "b"),) * 2, "row 1 has no label; every image of both splits needs one", id="no label"),
         pytest.param([0, 1], [1, 1, -1], (named("a", "b"),) * 2, "row 2 has no label; every image of both splits needs one", id="-1"),
         pytest.param(["a", None], ["a"], (TEXT, TEXT), "row 1 has no label; every image of both splits needs one", id="no text"),
+        pytest.param(
+            [0.0, 1.0],
+            [0.0],
+            (FRACTION, FRACTION),
+            "the labels are fractions (float64), which name no classes: give whole numbers or texts",
+            id="fractions",
+        ),
+        pytest.param([0.0, None], [0.0], (FRACTION,) * 2, "row 1 has no label; every image of both splits needs one", id="no number"),
+        pytest.param([4, 4], [4], (NUMBER, NUMBER), "all images are of the class '4': add images of another one", id="one class"),
         pytest.param(
             [[0], [1]],
             [[0]],
@@ -276,13 +276,13 @@ def test_features_declared_in_the_readme_are_kept(tmp_path: Path) -> None:
         "---\ndataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: label\n    dtype:\n      class_label:\n"
         f"        names:\n{names}  splits:\n  - name: train\n    num_examples: 2\n  - name: test\n    num_examples: 1\n---\n"
     )
-    source = load_source(str(folder))
+    source = opened(str(folder))
     assert (source.classes, source.train_labels, source.test_labels) == (("cat", "dog"), [1, 0], [1])
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     folder = write_ids(tmp_path / "ids", train=4, test=2)
-    assert len(load_source(str(folder)).train) == 4
+    assert len(opened(str(folder)).train) == 4
     shutil.rmtree(folder)
     write_ids(folder, train=6, test=2)
-    assert len(load_source(str(folder)).train) == 6
+    assert len(opened(str(folder)).train) == 6

@@ -7,7 +7,7 @@ from PIL import Image
 
 from tests.helpers import Rows, png
 from trainer.data import transforms
-from trainer.data.dataset import ImageDataset
+from trainer.data.dataset import ImageDataset, Shape
 from trainer.data.transforms import Normalize, normalisation, pixel_statistics
 
 
@@ -17,14 +17,14 @@ def images(mode: str, count: int = 23) -> tuple[ImageDataset, "numpy.ndarray[tup
     limits = numpy.array([256, 100, 3][:channels])
     pixels = numpy.random.default_rng(1).integers(0, limits, (count, 5, 7, channels), dtype=numpy.uint8)
     rows = Rows({"image": {"bytes": png(Image.fromarray(image.squeeze(-1) if channels == 1 else image)), "path": None}} for image in pixels)
-    return ImageDataset("some", rows, [0] * count, mode, (5, 7)), pixels
+    return ImageDataset("some", rows, [0] * count, Shape(mode, (5, 7))), pixels
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("in_memory", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 23, 4096])
+@pytest.mark.parametrize("chunk", [1, 70, 1000, 1 << 22])
 def test_statistics_equal_numpys(monkeypatch: pytest.MonkeyPatch, mode: str, in_memory: bool, chunk: int) -> None:
-    monkeypatch.setattr(transforms, "CHUNK", chunk)
+    monkeypatch.setattr(transforms, "CHUNK_BYTES", chunk)
     dataset, pixels = images(mode)
     if in_memory:
         dataset.decode_all()
@@ -36,7 +36,7 @@ def test_statistics_equal_numpys(monkeypatch: pytest.MonkeyPatch, mode: str, in_
 
 def test_a_constant_channel_is_not_divided_by_zero() -> None:
     content = png(Image.new("RGB", (5, 7), (51, 0, 255)))
-    dataset = ImageDataset("some", Rows([{"image": {"bytes": content, "path": None}}] * 3), [0] * 3, "RGB", (7, 5))
+    dataset = ImageDataset("some", Rows([{"image": {"bytes": content, "path": None}}] * 3), [0] * 3, Shape("RGB", (7, 5)))
     mean, std = pixel_statistics(dataset)
     assert mean == pytest.approx((0.2, 0.0, 1.0), abs=1e-15)
     assert std == (1.0, 1.0, 1.0)

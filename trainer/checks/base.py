@@ -25,10 +25,10 @@ class Result:
     """What a check says.
 
     Attributes:
-        measured: one plain phrase; on FAIL what is wrong and how to mend it, on SKIPPED the reason.
+        measured: one plain phrase; on FAIL and WARN what is wrong and how to mend it, on SKIPPED the reason.
     """
 
-    status: Literal["PASS", "FAIL", "SKIPPED"]
+    status: Literal["PASS", "WARN", "FAIL", "SKIPPED"]
     measured: str
 
 
@@ -71,6 +71,7 @@ class Subject:
         index_of: what the train loader's sampler yields -> the sample's index.
         seeded_by_sample: for a data set that seeds its augmentation by sample: a copy of it with this transform.
         images: the splits that `readable data` opens.
+        skips_bad: the training leaves out images that cannot be read.
         folder: where checkpoints go; temporary folders of the checks are made inside.
         checkpoints: how many checkpoints will lie there at once.
         averages: bytes of averaged weights in each of them.
@@ -99,6 +100,7 @@ class Subject:
     index_of: Callable[[Any], int] = int
     seeded_by_sample: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
     images: tuple[Images, ...] | None = None
+    skips_bad: bool = False
     folder: Path
     checkpoints: int = 1
     averages: int = 0

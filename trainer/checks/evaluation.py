@@ -113,14 +113,17 @@ def _alone(subject: Subject) -> Alone:
     size = inside.batch_size or getattr(inside.batch_sampler, "batch_size", None) or 1
     loader = DataLoader(inside.dataset, batch_size=size, collate_fn=inside.collate_fn)
     near = TOLERANCE[_autocast(subject)]
-    correct = doubtful = samples = 0
+    correct = doubtful = samples = left_out = 0
     loss = 0.0
     for batch in loader:
         logits, labels = subject.forward(module, batch)
         top = logits.float().topk(min(2, logits.shape[1])).values
         doubtful += int((top[:, 0] - top[:, -1] <= near * top.abs().amax(1)).sum())
         correct += int((logits.argmax(1) == labels).sum())
-        samples += len(labels)
-        loss += float(subject.loss(logits.float(), labels)) * len(labels)
-    assert samples == length(subject.eval_loader)
+        # A label of less than 0 leaves an image out, as torch's cross-entropy has it.
+        counted = labels >= 0
+        samples, left_out = samples + int(counted.sum()), left_out + int((~counted).sum())
+        if counted.any():
+            loss += float(subject.loss(logits.float()[counted], labels[counted])) * int(counted.sum())
+    assert samples + left_out == length(subject.eval_loader)
     return Alone(correct, samples, loss / samples, doubtful)

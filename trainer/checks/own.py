@@ -15,7 +15,7 @@ from trainer.accelerator import build_accelerator, requested_precision
 from trainer.agreement import await_checkpoint
 from trainer.checks.base import Images, Subject
 from trainer.config import Config
-from trainer.data.dataset import Batch, ImageDataset, Transform, open_image
+from trainer.data.dataset import Batch, ImageDataset, Shape, Transform
 from trainer.data.loaders import Data, open_splits
 from trainer.data.sampler import unpack_key
 from trainer.data.sources import Source
@@ -39,16 +39,15 @@ UPDATES = 4
 def images_of(source: Source, config: Config) -> tuple[Images, ...]:
     """Both splits, opened as the training opens them."""
     try:
-        train, test = open_splits(source, config, None)
+        train, test, _ = open_splits(source, config, None)
     except UserError:
-        # The very first image is broken, and with it the size that all must have is unknown.
-        return tuple(
-            Images(name, len(rows), lambda index, name=name, rows=rows: open_image(name, index, rows[index]["image"]))  # type: ignore[misc]
-            for name, rows in (("train", source.train), (source.test_split, source.test))
-        )
+        # An image is broken whose header was looked at, or they have several sizes: the size that all must have is unknown.
+        shape = Shape("RGB", (32, 32), resize=True)
+        train = ImageDataset(source.name, source.train, source.train_labels, shape, numbers=source.train_numbers)
+        test = ImageDataset(f"{source.name} ({source.test_split})", source.test, source.test_labels, shape, numbers=source.test_numbers)
     return (
-        Images("train", len(train), lambda index: train.gather([index])),
-        Images(source.test_split, len(test), lambda index: test.gather([index])),
+        Images("train", len(train), train.open),
+        Images(source.test_split, len(test), test.open),
     )
 
 
@@ -189,6 +188,7 @@ def subject_of(run: Run, processes: Processes, images: tuple[Images, ...], folde
         index_of=lambda key: unpack_key(key)[1],
         seeded_by_sample=seeded_by_sample,
         images=images,
+        skips_bad=config.on_bad_image == "skip",
         folder=folder,
         checkpoints=kept(run),
         averages=sum(average.nbytes for average in run.ema.averages.values()) if run.ema is not None else 0,

@@ -42,7 +42,8 @@ class Report:
     def summary(self) -> str:
         counts = Counter(result.status for result in self.results.values())
         seconds = time.perf_counter() - self.start
-        return f"doctor: {counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIPPED']} skipped in {seconds:.1f} s"
+        warned = f"{counts['WARN']} warned, " if counts["WARN"] else ""
+        return f"doctor: {counts['PASS']} passed, {warned}{counts['FAIL']} failed, {counts['SKIPPED']} skipped in {seconds:.1f} s"
 
 
 def row(name: str, status: str, measured: str) -> str:

@@ -1,35 +1,42 @@
 """A split as a map data set of whole batches: keys in, uint8 images and labels out."""
 
-import io
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
 
-import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.data.augment import uniform
+from trainer.data.decode import Crop, ImageError, SizeError, decode, random_part
 from trainer.data.sampler import INDEX_MASK, unpack_key
-from trainer.runtime import UserError
 from trainer.seeding import derive_seed, seeded
-
-GREY_MODES = ("1", "L", "LA")
-DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "F")
 
 # Rows that are read at once; one by one, `datasets` takes longer than decoding them.
 ROWS = 1024
+# The label of an image that is left out, which torch's cross-entropy ignores too.
+LEFT_OUT = -100
 
-# uint8 images (B, C, H, W), int64 class numbers (B,), int64 keys (B,) of the samples (sampler.py).
+# uint8 images (B, C, H, W), int64 class numbers (B,), int64 keys (B,) of the samples (sampler.py); see `ImageDataset.on_bad`.
 Batch = tuple[Tensor, Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
 
 
-class ImageError(UserError):
-    """An image that cannot be trained on. torch raises a worker's exception anew with a traceback as its text, which ends with ours."""
+@dataclass(frozen=True)
+class Shape:
+    """What every image becomes.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rpartition("ImageError: ")[2].strip())
+    Attributes:
+        mode: 'L' (grey, C = 1) or 'RGB' (C = 3).
+        size: (height, width), pixels.
+        resize: images of another size are cut and resized to it; else they are refused.
+    """
+
+    mode: str
+    size: tuple[int, int]
+    resize: bool = False
 
 
 class ImageDataset(Dataset[Batch]):
@@ -39,26 +46,44 @@ class ImageDataset(Dataset[Batch]):
 
     Args:
         name: what error messages call it.
-        rows: a `datasets.Dataset` with the undecoded column `image`; a slice of it is a mapping of columns.
+        rows: a `datasets.Dataset` with the undecoded column `image`; a slice or a list of its rows is a mapping of columns.
         labels: one class number for each row.
-        mode: 'L' (grey, C = 1) or 'RGB' (C = 3): what every image is converted to.
-        size: (height, width) that every image must have, pixels.
+        shape: what every image becomes.
         transform: augmentation of one uint8 (C, H, W) image, by any generator of torch (CPU), numpy or random: all three are seeded from
             (seed, epoch, sample), so that a sample's draw does not depend on processes and workers.
         seed: the run's seed.
+        random_crop: another part of each image in each epoch, a function of (seed, epoch, sample); the images cannot be kept decoded then.
+        on_bad: an image that cannot be read ends the run ('error'), is replaced by the next good one in the order of the rows, with that
+            one's label, and its key k becomes the negative ~k ('replace'), or is black and has the label `LEFT_OUT` ('leave out').
+        numbers: the numbers of the rows for error messages, where they are not 0, 1, 2, …
     """
 
     def __init__(
-        self, name: str, rows: Any, labels: list[int], mode: str, size: tuple[int, int], transform: Transform | None = None, seed: int = 0
+        self,
+        name: str,
+        rows: Any,
+        labels: list[int],
+        shape: Shape,
+        transform: Transform | None = None,
+        seed: int = 0,
+        *,
+        random_crop: bool = False,
+        on_bad: Literal["error", "replace", "leave out"] = "error",
+        numbers: list[int] | None = None,
     ) -> None:
         self.name = name
         self.rows = rows
         self.labels = torch.tensor(labels, dtype=torch.int64)
-        self.mode = mode
-        self.size = size
+        self.mode, self.size, self.resize = shape.mode, shape.size, shape.resize
         self.transform = transform
         self.seed = seed
+        self.random_crop = random_crop
+        self.on_bad = on_bad
+        self.numbers = numbers
         self.images: Tensor | None = None
+        # Of decoded images: which row each one is read from, on their device, and which could not be read; None where all could.
+        self.sources: Tensor | None = None
+        self.bad: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,34 +104,81 @@ class ImageDataset(Dataset[Batch]):
         Raises:
             ImageError: an image is broken or has another size.
         """
+        assert not self.random_crop
         images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
-        for start in range(0, len(self), ROWS):
-            for index, record in enumerate(self.rows[start : start + ROWS]["image"], start):
-                images[index] = self._decode(index, record)
+        parts = [self._read(range(start, start + len(part)), part) for start, part in zip(count(0, ROWS), images.split(ROWS), strict=False)]
         self.images = images
         self.rows = None
+        sources, bad = (torch.cat(part) for part in zip(*parts, strict=True))
+        if bad.any():
+            self.sources, self.bad = sources, bad
 
     def to(self, device: torch.device) -> None:
         """Move the decoded images, and the labels, to `device`."""
         assert self.images is not None
         self.images, self.labels = self.images.to(device), self.labels.to(device)
+        if self.sources is not None:
+            self.sources = self.sources.to(device)
 
-    def _decode(self, index: int, record: dict[str, Any]) -> Tensor:
-        image = open_image(self.name, index, record)
-        if (image.height, image.width) != self.size:
-            raise ImageError(
-                f"{describe(self.name, index, record)} is {image.width} x {image.height} pixels, the first one of the train split "
-                f"{self.size[1]} x {self.size[0]}: all images must have one size"
-            )
-        pixels = torch.from_numpy(numpy.array(image.convert(self.mode), dtype=numpy.uint8))
-        return pixels.reshape(*self.size, -1).permute(2, 0, 1)
+    def open(self, index: int) -> Tensor:
+        """The image of a row, uint8 (C, H, W), whatever `on_bad` says.
 
-    def gather(self, indices: Tensor | list[int]) -> Tensor:
+        Raises:
+            ImageError: it is broken or has another size.
+        """
+        return self._decode(index, self.rows[index]["image"])
+
+    def gather(self, indices: Tensor | Sequence[int]) -> Tensor:
         """uint8 (B, C, H, W) images of the rows `indices`, int64 (B,), without augmentation."""
-        indices = torch.as_tensor(indices, dtype=torch.int64)
+        return self._gather(torch.as_tensor(indices, dtype=torch.int64))[0]
+
+    def _gather(self, indices: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The images, the rows that they are read from, and which of `indices` could not be read: None where all can.
+
+        Args:
+            keys: of the samples; cuts out of each image the part of its key's epoch, where that is wanted.
+        """
         if self.images is not None:
-            return self.images.index_select(0, indices.to(self.images.device))
-        return torch.stack([self._decode(index, self.rows[index]["image"]) for index in indices.tolist()])
+            places = indices.to(self.images.device)
+            if self.sources is None or self.bad is None:
+                return self.images.index_select(0, places), places, None
+            return self.images.index_select(0, places), self.sources.index_select(0, places), self.bad.index_select(0, indices)
+        images = torch.empty((len(indices), *self.shape), dtype=torch.uint8)
+        crops: list[Crop] | None = None
+        if keys is not None and self.random_crop:
+            draws = uniform(derive_seed(self.seed, "crop"), keys, 4).tolist()
+            crops = [random_part(self.size, *numbers) for numbers in draws]
+        sources, bad = self._read(indices.tolist(), images, crops)
+        return images, sources, bad if self.on_bad != "error" else None
+
+    def _read(self, indices: Sequence[int], images: Tensor, crops: Sequence[Crop] | None = None) -> tuple[Tensor, Tensor]:
+        """Decode the rows `indices` into `images`; returns the rows that they are read from, and which of `indices` could not be read."""
+        sources, bad = torch.tensor(indices), torch.zeros(len(indices), dtype=torch.bool)
+        for place, (index, record) in enumerate(zip(indices, self.rows[indices]["image"], strict=True)):
+            crop = crops[place] if crops is not None else None
+            try:
+                images[place] = self._decode(index, record, crop)
+            except ImageError as error:
+                if self.on_bad == "error" or isinstance(error, SizeError):
+                    raise
+                bad[place] = True
+                sources[place], images[place] = self._stand_in(index, crop) if self.on_bad == "replace" else (index, 0)
+        return sources, bad
+
+    def _stand_in(self, index: int, crop: Crop | None) -> tuple[int, Tensor]:
+        """The next good row after a bad one, and its image."""
+        for other in (*range(index + 1, len(self)), *range(index)):
+            try:
+                return other, self._decode(other, self.rows[other]["image"], crop)
+            except SizeError:
+                raise
+            except ImageError:
+                continue
+        raise ImageError(f"{self.name}: none of its {len(self)} images can be read: replace them")
+
+    def _decode(self, index: int, record: dict[str, Any] | None, crop: Crop | None = None) -> Tensor:
+        number = self.numbers[index] if self.numbers is not None else index
+        return decode(self.name, number, record, self.mode, self.size, crop, self.resize)
 
     def __getitem__(self, key: int) -> Batch:
         images, labels, keys = self.__getitems__([key])
@@ -115,39 +187,21 @@ class ImageDataset(Dataset[Batch]):
     def __getitems__(self, keys: list[int]) -> Batch:
         """The samples that `keys` name (`sampler.pack_key`), as one batch."""
         numbers = torch.tensor(keys, dtype=torch.int64)
-        indices = numbers & INDEX_MASK
-        images = self.gather(indices)
+        images, sources, bad = self._gather(numbers & INDEX_MASK, numbers)
         if self.transform is not None:
             augmented = []
             for image, key in zip(images, keys, strict=True):
                 with seeded(derive_seed(self.seed, "augment", *unpack_key(key))):
                     augmented.append(self.transform(image))
             images = torch.stack(augmented)
-        return images, self.labels.index_select(0, indices.to(self.labels.device)), numbers
+        labels = self.labels.index_select(0, sources.to(self.labels.device))
+        if bad is not None:
+            numbers = torch.where(bad, ~numbers, numbers)
+            if self.on_bad == "leave out":
+                labels = labels.masked_fill(bad.to(labels.device), LEFT_OUT)
+        return images, labels, numbers
 
 
 def identity(batch: Batch) -> Batch:
     """The collate function: `__getitems__` makes whole batches already."""
     return batch
-
-
-def describe(name: str, index: int, record: dict[str, Any]) -> str:
-    path = record.get("path")
-    return f"--dataset {name}: image {index}" + (f" ({path})" if path else "")
-
-
-def open_image(name: str, index: int, record: dict[str, Any]) -> Image.Image:
-    """The decoded image of a row.
-
-    Raises:
-        ImageError: the file is missing, empty, truncated or no image, or has more than 8 bits a channel.
-    """
-    try:
-        content = record["bytes"]
-        image = Image.open(io.BytesIO(content) if content is not None else record["path"])
-        image.load()
-    except Exception as error:
-        raise ImageError(f"{describe(name, index, record)} cannot be read ({error}): replace or remove it") from None
-    if image.mode in DEEP_MODES:
-        raise ImageError(f"{describe(name, index, record)} has more than 8 bits a channel (mode {image.mode}): convert it first")
-    return image

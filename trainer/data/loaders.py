@@ -1,27 +1,32 @@
 """The data of a run: decoded, measured, cut into batches, ready for `Accelerator.prepare`."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainer.config import Config
-from trainer.data.dataset import GREY_MODES, Batch, ImageDataset, Transform, identity, open_image
+from trainer.config import SMALLEST_SIDE, Config
+from trainer.data.dataset import Batch, ImageDataset, Shape, Transform, identity
+from trainer.data.decode import GREY_MODES, ImageError, describe, open_image, true_size
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
-from trainer.data.transforms import normalisation
+from trainer.data.transforms import normalisation, spread
 from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
 
 DEFAULT_BATCH_SIZE = 32
 # The values of --cache, the fastest first.
 CACHES = ("device", "ram", "none")
-# Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
-SMALLEST_SIDE = 4
+# The values of --augment that torchvision does.
+PRESETS = ("trivialaugment", "randaugment")
+# Training images whose headers tell the channels, and the size.
+LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Data:
         classes: class names in the order of their numbers.
         mean, std: what `Normalize` subtracts and divides by, for each channel, pixels scaled to 0..1.
         plan: how an epoch is cut into batches.
+        held_out: rows of the data set's train split that are not trained on but evaluated on; None where it has a split for that.
+        about: what was found out about the images, in words.
     """
 
     train: ImageDataset
@@ -43,6 +50,8 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     plan: BatchPlan
+    held_out: list[int] | None = None
+    about: str = ""
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -52,37 +61,51 @@ class Data:
             "test": len(self.test),
             "classes": list(self.classes),
             "shape": list(self.train.shape),
-            "labels": hashlib.sha256(self.train.labels.numpy().tobytes()).hexdigest()[:12],
+            "labels": _digest(self.train.labels),
+            **({"held_out": _digest(torch.tensor(self.held_out))} if self.held_out is not None else {}),
         }
+
+
+def _digest(numbers: Tensor) -> str:
+    return hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
 def load_data(config: Config, processes: Processes, transform: Transform | None = None) -> Data:
     """Find, open, decode and measure the data; local rank 0 of each host first. A collective.
 
     Args:
-        config: `dataset`, `cache`, `num_workers`, `normalize` and the batch sizes rule.
+        config: its first section rules.
         processes: all of them take part and fail together.
         transform: augmentation of training images, see `ImageDataset`.
 
     Raises:
         UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
-    source = processes.local_main_first(lambda: load_source(config.dataset))
+    source = processes.local_main_first(lambda: load_source(config))
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
-        train, test = open_splits(source, config, transform)
-        fits = places(train.nbytes() + test.nbytes(), config, processes, transform)
+        if config.augment in PRESETS:
+            from trainer.data.presets import Chain, Preset
+
+            transform = Preset(config.augment) if transform is None else Chain(Preset(config.augment), transform)
+        train, test, about = open_splits(source, config, transform)
+        if train.random_crop and config.cache in ("device", "ram"):
+            raise UserError(
+                f"--cache {config.cache} keeps each image at its final size, but --augment {config.augment} takes another part of it in "
+                "each epoch: leave --cache out"
+            )
+        kept = [split for split in (train, test) if not split.random_crop]
+        fits = places(sum(split.nbytes() for split in kept), config, processes, transform)
     common = set.intersection(*processes.all_gather(fits))
     cache = next(place for place in CACHES if place in common) if config.cache == "auto" else config.cache
     with processes.together():
-        if cache != "none":
-            train.decode_all()
-            test.decode_all()
-        if cache == "device":
-            train.to(processes.state.device)
-            test.to(processes.state.device)
-        mean, std = normalisation(config.normalize, train)
-    return Data(train, test, source.test_split, source.classes, mean, std, plan)
+        for split in kept:
+            if cache != "none":
+                split.decode_all()
+            if cache == "device":
+                split.to(processes.state.device)
+    mean, std = normalisation(config.normalize, train, processes)
+    return Data(train, test, source.test_split, source.classes, mean, std, plan, source.test_numbers, about)
 
 
 def places(nbytes: int, config: Config, processes: Processes, transform: Transform | None) -> set[str]:
@@ -104,19 +127,71 @@ def places(nbytes: int, config: Config, processes: Processes, transform: Transfo
     return found
 
 
-def open_splits(source: Source, config: Config, transform: Transform | None) -> tuple[ImageDataset, ImageDataset]:
-    """Train and test split, undecoded; the first training image tells the size and whether all are grey or colour.
+def open_splits(source: Source, config: Config, transform: Transform | None) -> tuple[ImageDataset, ImageDataset, str]:
+    """Train and test split, undecoded, and what was found out about the images; from the headers of `LOOKED_AT` training images.
 
     Raises:
-        UserError: that image is broken or too small.
+        UserError: they have several sizes while none is asked for, are too small, or one of them is broken.
     """
-    first = open_image(source.name, 0, source.train[0]["image"])
-    if min(first.size) < SMALLEST_SIDE:
-        raise UserError(f"--dataset {source.name}: images are {first.width} x {first.height} pixels, at least {SMALLEST_SIDE} are needed")
-    mode, size = "L" if first.mode in GREY_MODES else "RGB", (first.height, first.width)
-    train = ImageDataset(source.name, source.train, source.train_labels, mode, size, transform, config.seed)
-    test = ImageDataset(f"{source.name} ({source.test_split})", source.test, source.test_labels, mode, size)
-    return train, test
+    skip = config.on_bad_image == "skip"
+    colours, looked_at = 0, 0
+    sizes: dict[tuple[int, int], str] = {}
+    indices = spread(len(source.train), LOOKED_AT).tolist()
+    for index in indices:
+        number = source.train_numbers[index] if source.train_numbers is not None else index
+        record = source.train[index]["image"]
+        try:
+            image = open_image(source.name, number, record)
+        except ImageError:
+            if not skip:
+                raise
+            continue
+        looked_at += 1
+        colours += image.mode not in GREY_MODES
+        sizes.setdefault(true_size(image), describe(source.name, number, record))
+    if not looked_at:
+        raise UserError(f"{source.name}: none of {len(indices)} training images that were looked at can be read: replace them")
+    mode = {"auto": "RGB" if colours else "L", "1": "L", "3": "RGB"}[config.channels]
+    (height, width), first = next(iter(sizes.items()))
+    if config.size is None:
+        if len(sizes) > 1:
+            (other_height, other_width), other = list(sizes.items())[1]
+            raise UserError(
+                f"{other} is {other_width} x {other_height} pixels, {first} {width} x {height}: say by --image_size which size all are "
+                "to get"
+            )
+        if min(height, width) < SMALLEST_SIDE:
+            raise UserError(
+                f"{source.name}: images are {width} x {height} pixels, at least {SMALLEST_SIDE} are needed: enlarge them by --image_size"
+            )
+    shape = Shape(mode, config.size or (height, width), resize=config.size is not None)
+    crop = config.augment != "none" and sizes.keys() != {shape.size}
+    train = ImageDataset(
+        source.name,
+        source.train,
+        source.train_labels,
+        shape,
+        transform,
+        config.seed,
+        random_crop=crop,
+        on_bad="replace" if skip else "error",
+        numbers=source.train_numbers,
+    )
+    test = ImageDataset(
+        f"{source.name} ({source.test_split})",
+        source.test,
+        source.test_labels,
+        shape,
+        on_bad="leave out" if skip else "error",
+        numbers=source.test_numbers,
+    )
+    found = f"{colours} of {looked_at} images looked at have colours" if colours else f"{looked_at} images looked at are grey"
+    about = f"{'colour' if mode == 'RGB' else 'grey'} ({'--channels, ' if config.channels != 'auto' else ''}{found})"
+    if sizes.keys() != {shape.size}:
+        smallest, largest = min(sizes, key=math.prod), max(sizes, key=math.prod)
+        span = " to ".join(f"{width} x {height}" for height, width in dict.fromkeys((smallest, largest)))
+        about += f", resized from {span}, {'random parts in training, else ' if crop else ''}the centre"
+    return train, test, about
 
 
 def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
@@ -146,16 +221,20 @@ def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
 
 def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
     """Train loader and evaluation loader, still to be prepared, with even_batches=False and True; the train loader's sampler."""
-    options: dict[str, Any] = {
-        "collate_fn": identity,
-        "num_workers": config.num_workers,
-        "persistent_workers": config.num_workers > 0,
-        "worker_init_fn": leave_signals_to_trainer,
-        # What is on the device already cannot be pinned.
-        "pin_memory": device.type == "cuda" and data.train.labels.device.type == "cpu",
-    }
+
+    def loader(split: ImageDataset, **batches: Any) -> DataLoader[Batch]:
+        return DataLoader(
+            split,
+            collate_fn=identity,  # type: ignore[arg-type]
+            num_workers=config.num_workers,
+            persistent_workers=config.num_workers > 0,
+            worker_init_fn=leave_signals_to_trainer,
+            # What is on the device already cannot be pinned.
+            pin_memory=device.type == "cuda" and split.labels.device.type == "cpu",
+            **batches,
+        )
+
     sampler = EpochSampler(len(data.train), config.seed)
-    train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)
+    train = loader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan))
     largest_share = -(-len(data.test) // data.plan.processes)
-    test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)
-    return train, test, sampler
+    return train, loader(data.test, batch_size=min(config.eval_batch_size, largest_share)), sampler

@@ -1,12 +1,17 @@
-"""A name or a folder -> train and test split, image and label column, class names; all through `datasets`, one code path."""
+"""A name, a folder or a file -> a split to train on and one to evaluate on, image and label column, class names; all through `datasets`."""
 
 import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainer.config import Config
+from trainer.data.columns import find_columns, names, undecoded
+from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, find_splits, load_folders, visible
+from trainer.data.labels import encode, hold_out
+from trainer.data.tables import KINDS, METADATA, find_texts, kind_of, load_tables
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
@@ -14,9 +19,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parent / "mnist5k"
 ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
-TEST_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
-IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture", "jpg", "png")
-LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls")
+HELD_OUT = "held out"
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,12 @@ class Source:
     """A data set found and opened, nothing decoded yet.
 
     Attributes:
-        name: as the user gave it.
+        name: the flag that named it, as the user gave it: what error messages begin with.
         train, test: the two splits, of columns `image` (undecoded: {"bytes", "path"}) and `label`.
-        test_split: the name that the test split has in the data set.
+        test_split: the name that the test split has in the data set, or `HELD_OUT`.
         classes: the class names, in the order of the label numbers; the train split's.
         train_labels, test_labels: class numbers, one for each row.
+        train_numbers, test_numbers: rows of the data set's train split that the two are made of; None where nothing was held out.
     """
 
     name: str
@@ -38,144 +42,168 @@ class Source:
     classes: tuple[str, ...]
     train_labels: list[int]
     test_labels: list[int]
+    train_numbers: list[int] | None = None
+    test_numbers: list[int] | None = None
 
 
-def load_source(name: str) -> Source:
-    """Open the data set that `--dataset` names.
+def load_source(config: Config) -> Source:
+    """Open the data set that `--dataset` or `--data_dir` names.
+
+    Args:
+        config: those two, `dataset_config`, `train_split`, `eval_split`, `image_column`, `label_column`, `val_fraction` and, with the
+            last, `seed`.
 
     Raises:
-        UserError: it cannot be found, reached or read, or lacks a split, an image column or a label column.
+        UserError: it cannot be found, reached or read, or lacks a split, an image column, a label column or a second class.
     """
-    splits = _load_splits(name)
-    if "train" not in splits:
-        raise UserError(f"--dataset {name} has no split 'train', only {_names(splits)}")
-    test_split = next((split for split in TEST_SPLITS if split in splits), None)
-    if test_split is None:
-        raise UserError(f"--dataset {name} has no split to evaluate on ({', '.join(TEST_SPLITS)}), only {_names(splits)}")
-    image, label = _columns(name, splits["train"])
+    name = config.data_flag
+    splits = _load_splits(config)
+    train_split, test_split = _choose_splits(name, splits, config)
+    image, label = find_columns(name, splits[train_split], config.image_column, config.label_column)
     parts = []
-    for split in ("train", test_split):
+    for split in (train_split, test_split):
+        if split is None:
+            continue
         part = splits[split]
         if image not in part.column_names or label not in part.column_names:
-            raise UserError(f"--dataset {name}: the split '{split}' lacks the column '{image}' or '{label}'; it has {_names(part)}")
+            raise UserError(f"{name}: the split '{split}' lacks the column '{image}' or '{label}'; it has {names(part)}")
         if len(part) == 0:
-            raise UserError(f"--dataset {name}: the split '{split}' is empty")
-        parts.append(_undecoded(part, image, label))
-    classes, train_labels, test_labels = _encode(name, parts[0], parts[1])
-    return Source(name, parts[0], parts[1], test_split, classes, train_labels, test_labels)
+            raise UserError(f"{name}: the split '{split}' is empty")
+        parts.append(undecoded(part, image, label))
+    classes, labels = encode(name, parts)
+    if test_split is not None:
+        return Source(name, parts[0], parts[1], test_split, classes, labels[0], labels[1])
+    assert config.val_fraction is not None
+    rows = hold_out(name, labels[0], config.val_fraction, config.seed)
+    train, test = (parts[0].select(part) for part in rows)
+    train_labels, test_labels = ([labels[0][row] for row in part] for part in rows)
+    return Source(name, train, test, HELD_OUT, classes, train_labels, test_labels, *rows)
 
 
-def _names(splits: "dict[str, Dataset] | Dataset") -> str:
-    return ", ".join(f"'{name}'" for name in (splits if isinstance(splits, dict) else splits.column_names))
+def _choose_splits(name: str, splits: "dict[str, Dataset]", config: Config) -> tuple[str, str | None]:
+    """The split to train on, and the one to evaluate on; None where that is to be held out."""
+    for flag, split in (("--train_split", config.train_split), ("--eval_split", config.eval_split)):
+        if split is not None and split not in splits:
+            raise UserError(f"{flag} {split}: {name} has only the splits {names(splits)}: name one of them")
+    train = config.train_split or next((split for split in TRAIN_SPLITS if split in splits), None)
+    if train is None:
+        raise UserError(f"{name} has no split 'train', only {names(splits)}: name one by --train_split")
+    if config.eval_split == train:
+        raise UserError(f"--eval_split {train} is what is trained on: name another one, or hold out a part of it by --val_fraction")
+    test = config.eval_split or next((split for split in TEST_SPLITS if split in splits and split != train), None)
+    if test is not None and config.val_fraction is not None:
+        raise UserError(f"--val_fraction {config.val_fraction:g}: {name} has the split '{test}' to evaluate on: leave --val_fraction out")
+    if test is None and config.val_fraction is None:
+        raise UserError(
+            f"{name} has no split to evaluate on ({', '.join(TEST_SPLITS)}), only {names(splits)}: name one by --eval_split, or hold out a "
+            "part of the training images by --val_fraction 0.2"
+        )
+    return train, test
 
 
-def _load_splits(name: str) -> "dict[str, Dataset]":
+def _load_splits(config: Config) -> "dict[str, Dataset]":
     import datasets
 
     if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
         datasets.disable_progress_bars()
     # What its readers of files log as an error they raise too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    place = ALIASES.get(name, name)
-    looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1 or os.path.exists(place)
+    name = config.data_flag
+    place = config.data_dir or ALIASES.get(config.dataset, config.dataset)
+    local = config.data_dir is not None or place.startswith((".", "/", "~")) or place.count("/") > 1 or os.path.exists(place)
     place = os.path.expanduser(place)
-    if looks_like_path and not os.path.isdir(place):
-        kind = "a file; give the folder that holds the files of the train and test split" if os.path.exists(place) else "not there"
-        raise UserError(f"--dataset {name}: a local data set is a folder, and {place} is {kind}")
+    if local:
+        _check_place(name, place, config.data_dir is not None)
     try:
-        return _load(place, looks_like_path)
+        if local:
+            return _load_local(name, place, config)
+        loaded: dict[str, Dataset] = datasets.load_dataset(place, config.dataset_config)
+        return loaded
+    except UserError:
+        raise
     except Exception as error:
         # `datasets` raises many kinds, from network libraries too; whichever it is, the user can only choose another way out.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         reason = " ".join(str(cause or error).split()) or type(error).__name__
         if len(reason) > 200:
             reason = f"{reason[:100]} … {reason[-100:]}"
-        if looks_like_path:
+        if "onfig name is missing" in reason or "BuilderConfig" in reason:
+            raise UserError(f"{name} has several configurations: choose one by --dataset_config ({reason})") from None
+        if local:
             broken = _broken_file(place)
             mend = f": replace or remove {broken}" if broken is not None else ""
-            raise UserError(f"--dataset {name} cannot be read as a folder of images or Parquet files: {reason}{mend}") from None
+            raise UserError(
+                f"{name} cannot be read as class folders of images, Parquet, Arrow, CSV or JSON files: {reason}{mend}"
+            ) from None
         raise UserError(
-            f"--dataset {name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
+            f"{name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
             "HF_ENDPOINT to a mirror of the Hub, give a local folder, or use the embedded --dataset mnist5k"
         ) from None
 
 
-def _broken_file(folder: str) -> Path | None:
-    """The first Parquet file that is none; `datasets` does not name it."""
-    import pyarrow.parquet  # type: ignore[import-untyped]
+def _check_place(name: str, place: str, folder: bool) -> None:
+    if not os.path.exists(place):
+        raise UserError(f"{name}: a local data set is a folder{'' if folder else ' or a file'}, and {place} is not there")
+    if os.path.isdir(place):
+        return
+    if folder:
+        raise UserError(f"{name}: {place} is a file: give the folder that holds the class folders, or the file by --dataset")
+    if kind_of(place) is None:
+        raise UserError(f"{name}: {place} is a file of another kind than {', '.join(KINDS)}: give one of these, or a folder")
 
-    for file in sorted(Path(folder).rglob("*.parquet")):
+
+def _broken_file(place: str) -> Path | None:
+    """The first file of rows that cannot be read; `datasets` does not name it."""
+    for file in [Path(place)] if os.path.isfile(place) else sorted(Path(place).rglob("[!.]*")):
+        kind = kind_of(file)
+        if kind is None or not file.is_file():
+            continue
         try:
-            pyarrow.parquet.read_metadata(file)
+            load_tables(*kind, {"train": [str(file)]}, None)
         except Exception:
             return file
     return None
 
 
-def _load(place: str, local: bool) -> "dict[str, Dataset]":
+def _load_local(name: str, place: str, config: Config) -> "dict[str, Dataset]":
     import datasets
 
-    if local:
-        builder = datasets.load_dataset_builder(place)
-        if builder.name == "parquet" and builder.info.features is None:
-            # Together, `datasets` would read the test split by the train split's class names, and so mislabel another order of names.
-            files = builder.config.data_files
-            return {str(split): datasets.load_dataset("parquet", data_files={split: files[split]}, split=split) for split in files}
-    loaded: dict[str, Dataset] = datasets.load_dataset(place)
+    if config.data_dir is not None:
+        splits = find_splits(place)
+        if not splits:
+            raise UserError(f"{name}: there are no class folders of images, as {place}/train/CLASS or {place}/CLASS: name their folder")
+        return load_folders(name, splits)
+    kind = kind_of(place)
+    if os.path.isfile(place):
+        assert kind is not None
+        if config.dataset_config is not None:
+            raise UserError(f"--dataset_config {config.dataset_config}: {name} is a file, which has no configurations: leave it out")
+        return load_tables(*kind, {"train": [place]}, config.image_column)
+    if config.dataset_config is None and (found := _load_plain(name, place, config.image_column)):
+        return found
+    builder = datasets.load_dataset_builder(place, config.dataset_config)
+    if builder.name in ("parquet", "arrow", "csv", "json") and builder.info.features is None:
+        files = {str(split): list(paths) for split, paths in builder.config.data_files.items()}
+        return load_tables(builder.name, {"sep": builder.config.sep} if builder.name == "csv" else {}, files, config.image_column)
+    loaded: dict[str, Dataset] = datasets.load_dataset(place, config.dataset_config)
     return loaded
 
 
-def _columns(name: str, train: "Dataset") -> tuple[str, str]:
+def _load_plain(name: str, place: str, image_column: str | None) -> "dict[str, Dataset] | None":
+    """A folder that needs none of `datasets`' guesses: saved by it, with a CSV or JSON file for each split, or of class folders."""
     import datasets
 
-    features = train.features
-    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
-    labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    image = next((column for column in IMAGE_COLUMNS if column in images), images[0] if len(images) == 1 else None)
-    label = next((column for column in LABEL_COLUMNS if column in features), labels[0] if len(labels) == 1 else None)
-    if image is None:
-        raise UserError(f"--dataset {name} has no image column ({', '.join(IMAGE_COLUMNS)}); its columns are {_names(train)}")
-    if label is None:
-        raise UserError(f"--dataset {name} has no label column ({', '.join(LABEL_COLUMNS)}); its columns are {_names(train)}")
-    return image, label
-
-
-def _undecoded(part: "Dataset", image: str, label: str) -> "Dataset":
-    import datasets
-
-    part = part.select_columns([image, label]).rename_columns({old: new for old, new in ((image, "image"), (label, "label")) if old != new})
-    return part.cast_column("image", datasets.Image(decode=False))
-
-
-def _encode(name: str, train: "Dataset", test: "Dataset") -> tuple[tuple[str, ...], list[int], list[int]]:
-    """Class names and numbers; the train split's mapping rules both splits, whatever each split's own order is."""
-    import datasets
-
-    features = [part.features["label"] for part in (train, test)]
-    for feature in features:
-        if not isinstance(feature, (datasets.ClassLabel, datasets.Value)):
-            raise UserError(f"--dataset {name}: the label column must hold one class for each image, but holds {feature}")
-    # Whole numbers without names, in either split, are the numbers of the other one's classes.
-    by_number = any(isinstance(feature, datasets.Value) and "int" in feature.dtype for feature in features)
-    found: list[list[Any]] = []
-    for part, feature in zip((train, test), features, strict=True):
-        values = list(part["label"])
-        if isinstance(feature, datasets.ClassLabel):
-            values = [None if v is None or v < 0 else v if by_number else feature.names[v] for v in values]
-        if None in values:
-            raise UserError(f"--dataset {name}: row {values.index(None)} has no label; every image of both splits needs one")
-        found.append(values)
-    known: list[Any] = sorted(set(found[0]))
-    classes = [str(value) for value in known]
-    # The names of an image folder are the folders of all splits; those of the train split alone rule.
-    if isinstance(features[0], datasets.ClassLabel) and train.builder_name != "imagefolder":
-        classes = list(features[0].names)
-        known = list(range(len(classes))) if by_number else classes
-    number = {value: index for index, value in enumerate(known)}
-    unknown = sorted({str(value) for value in found[1] if value not in number})
-    if unknown:
-        raise UserError(
-            f"--dataset {name}: the test split has classes that the train split lacks: {', '.join(unknown[:10])}: remove them, or add "
-            "images of them to the train split"
-        )
-    return tuple(classes), [number[v] for v in found[0]], [number[v] for v in found[1]]
+    if {"dataset_dict.json", "state.json"} & set(os.listdir(place)):
+        saved = datasets.load_from_disk(place)
+        return saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    texts = find_texts(place)
+    if texts.keys() & set(TRAIN_SPLITS):
+        suffixes = {Path(path).suffix.lower() for paths in texts.values() for path in paths}
+        if len(suffixes) > 1:
+            raise UserError(f"{name} has tables of several kinds ({', '.join(sorted(suffixes))}): leave those of one kind there")
+        return load_tables(*KINDS[suffixes.pop()], texts, image_column)
+    near = [entry.name for folder in (place, *(entry.path for entry in visible(place) if entry.is_dir())) for entry in visible(folder)]
+    if any(file in METADATA or file.endswith((".parquet", ".arrow")) for file in near):
+        return None
+    splits = find_splits(place)
+    return load_folders(name, splits) if splits else None

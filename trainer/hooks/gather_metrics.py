@@ -12,7 +12,7 @@ class GatherMetrics(Hook):
     """Gathers per-image labels, predictions and losses of each batch, and sums them up on every rank alike.
 
     Averages of ranks would be wrong: the last batch is filled up so that all ranks take part, and `gather_for_metrics` can cut the
-    repeated images off only while there is one value for each image.
+    repeated images off only while there is one value for each image. An image that could not be read has the label `LEFT_OUT`.
     """
 
     totals: Totals
@@ -28,5 +28,6 @@ class GatherMetrics(Hook):
 
     def on_eval_end(self, run: Run) -> None:
         metrics = self.totals.metrics()
-        assert metrics["samples"] == len(run.data.test), (metrics["samples"], len(run.data.test))
+        counted = metrics["samples"] + metrics["bad_images"]
+        assert counted == len(run.data.test), (counted, len(run.data.test))
         run.state.metrics = metrics

@@ -14,6 +14,7 @@ import torch
 
 from trainer.accelerator import describe_precision
 from trainer.config import Config
+from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
 from trainer.state import Run
@@ -81,8 +82,9 @@ class Log(Hook):
         """One training line. A collective: every rank calls it at the same step."""
         run.at("log")
         state, window = run.state, run.window
-        sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples)])
-        loss, samples = run.accelerator.reduce(sums, "sum").tolist()
+        sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples), window.bad.double()])
+        loss, samples, bad = run.accelerator.reduce(sums, "sum").tolist()
+        state.bad_images += round(bad)
         # All ranks know it now: what one of them has in its window, after a resume on more processes, the others need not have.
         if not samples:
             return
@@ -102,6 +104,7 @@ class Log(Hook):
                 "grad_norm": float(window.grad_norm) if window.grad_norm is not None else None,
                 "scale": state.loss_scale,
                 "skipped": state.skipped,
+                "bad_images": state.bad_images,
             }
             self.record(entry)
             line = (
@@ -114,6 +117,8 @@ class Log(Hook):
                 line += f" scale {state.loss_scale:g}"
             if state.skipped:
                 line += f" skipped {state.skipped}"
+            if state.bad_images:
+                line += f" bad {state.bad_images}"
             left = round(per_step * max(0, run.total_steps - state.step))
             self.print(f"{line} eta {left // 60}:{left % 60:02d}")
         window.clear()
@@ -129,7 +134,7 @@ class Log(Hook):
                 "event": "eval",
                 "epoch": state.epoch,
                 "step": state.step,
-                **{key: metrics[key] for key in ("acc1", "acc5", "loss", "samples")},
+                **{key: metrics[key] for key in ("acc1", "acc5", "loss", "samples", "bad_images")},
                 "best_acc1": best["acc1"],
                 "best_epoch": best["epoch"],
                 "seconds": time.perf_counter() - self.eval_start,
@@ -138,7 +143,7 @@ class Log(Hook):
         self.print(
             f"eval  epoch {state.epoch}/{run.config.epochs} acc1 {metrics['acc1']:.2f} acc5 {metrics['acc5']:.2f} "
             f"loss {metrics['loss']:.4f} samples {metrics['samples']}/{len(run.data.test)} "
-            f"best {best['acc1']:.2f} (epoch {best['epoch']})"
+            f"best {best['acc1']:.2f} (epoch {best['epoch']})" + f" bad {metrics['bad_images']}" * bool(metrics["bad_images"])
         )
 
     def on_fit_end(self, run: Run) -> None:
@@ -163,6 +168,7 @@ class Log(Hook):
                 "step": state.step,
                 "samples": state.samples,
                 "skipped": state.skipped,
+                "bad_images": state.bad_images + state.metrics["bad_images"],
                 "scale": state.loss_scale,
                 "seconds": seconds,
                 "train_seconds": self.train_seconds,
@@ -251,6 +257,18 @@ def count_parameters(run: Run) -> str:
     return f"{total:,} parameters" if trained == total else f"{trained:,} of {total:,} parameters trained"
 
 
+def describe_images(run: Run) -> str:
+    """How images become what the model takes, and what its normalisation rests on."""
+    config, text = run.config, run.data.about
+    if config.normalize == "dataset":
+        number = min(MEASURED, len(run.data.train))
+        text += f"; mean and deviation of {'all' if number == len(run.data.train) else f'{number:,} evenly spread'} training images"
+    augment = [f"augmented ({config.augment})"] if config.augment != "none" else []
+    augment += [f"random erasing {config.random_erasing:g}"] if config.random_erasing else []
+    text += "".join(f"; {part}" for part in augment)
+    return text + ("; what cannot be read is skipped" if config.on_bad_image == "skip" else "")
+
+
 def describe(run: Run) -> list[tuple[str, str]]:
     """What will happen, as (name, value) lines."""
     config, plan, accelerator = run.config, run.plan, run.accelerator
@@ -269,9 +287,11 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("compile", f"dynamo backend {dynamo}" + f", {plugin.mode}" * (plugin.mode != "default") if dynamo != "no" else "no"),
         (
             "data",
-            f"{config.dataset}: {len(run.data.train)} train / {len(run.data.test)} {run.data.test_split}, {len(run.data.classes)} classes, "
+            f"{config.data_name}: {len(run.data.train)} train / {len(run.data.test)} {run.data.test_split}, "
+            f"{len(run.data.classes)} classes, "
             f"images {shape}, {place_of_images(run)}",
         ),
+        ("images", describe_images(run)),
         ("model", f"{config.model}, {count_parameters(run)}"),
         ("weights", run.weights),
         (

@@ -38,7 +38,7 @@ class SaveOnMain(Hook):
                 "mean": list(run.data.mean),
                 "std": list(run.data.std),
                 "precision": run.accelerator.mixed_precision,
-                "dataset": run.config.dataset,
+                "dataset": run.config.data_name,
                 "epoch": state.epoch,
                 "step": state.step,
                 "acc1": state.best["acc1"],
