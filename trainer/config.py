@@ -306,6 +306,8 @@ TEXTS = (
     "eval_split",
     "image_column",
     "label_column",
+    "model",
+    "weights",
     "output_dir",
     "resume_from_checkpoint",
 )
