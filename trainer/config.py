@@ -43,6 +43,11 @@ class DataConfig:
     cache: Literal["auto", "device", "ram", "none"] = "auto"
     """decoded images: kept on the training device ('device'; on a CPU the same as 'ram'), in memory ('ram'), decoded each time
     ('none'); 'auto': the first of these three that fits into a quarter of the GPU's free memory, or half of the host's"""
+    streaming: bool = False
+    """read the images from Parquet files, local or of the Hub, when they are needed, instead of copying the data set to this disk
+    first: for sets larger than the disk"""
+    shuffle_buffer: int = 1000
+    """--streaming: images that the order of an epoch mixes at a time, beside those of the same row group; more of them take more memory"""
     num_workers: int = 0
     """worker processes that load data, for each training process; 0: the training process itself"""
 
@@ -165,6 +170,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
                 raise UserError(f"--{name} must not be empty: give it a value, or leave it out")
         if self.resume_from_checkpoint == "auto" and self.output_dir is None:
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
+        if self.streaming and self.cache in ("device", "ram"):
+            raise UserError(f"--streaming reads images when they are needed, and --cache {self.cache} keeps them: leave one of them out")
         if self.max_time is not None:
             seconds(self.max_time)
         if self.global_batch_size is not None and self.scale_lr != "none":
@@ -197,6 +204,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "global_batch_size": (1, INFINITY),
     "eval_batch_size": (1, INFINITY),
     "hflip": (0, 1),
+    "shuffle_buffer": (1, INFINITY),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "epochs": (1, INFINITY),

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from trainer.config import Config
 from trainer.data.dataset import GREY_MODES, Batch, ImageDataset, Transform, identity, open_image
+from trainer.data.row_groups import StreamedRows
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
+from trainer.data.stream import BlockSampler, StreamedImages, plan_reading
 from trainer.data.transforms import pixel_statistics
 from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
@@ -22,6 +24,8 @@ DEFAULT_BATCH_SIZE = 32
 CACHES = ("device", "ram", "none")
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
 SMALLEST_SIDE = 4
+# Images of a streamed train split that tell its mean and deviation.
+SAMPLE = 5000
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class Data:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What the positions in an epoch refer to, for a resume to compare; made once."""
-        return {
+        blocks = {}
+        if isinstance(self.train.rows, StreamedRows):
+            blocks = {"row groups": hashlib.sha256(self.train.rows.blocks.numpy().tobytes()).hexdigest()[:12]}
+        return blocks | {
             "train": len(self.train),
             "test": len(self.test),
             "classes": list(self.classes),
@@ -67,11 +74,13 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     Raises:
         UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
-    source = processes.local_main_first(lambda: load_source(config.dataset))
+    source = find_source(config, processes)
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
         train, test = open_splits(source, config, transform)
         fits = places(train.nbytes() + test.nbytes(), config, processes, transform)
+        if config.streaming:
+            plan_reading(train.rows, test.rows, config, processes)
     common = set.intersection(*processes.all_gather(fits))
     cache = next(place for place in CACHES if place in common) if config.cache == "auto" else config.cache
     with processes.together():
@@ -81,9 +90,32 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
         if cache == "device":
             train.to(processes.state.device)
             test.to(processes.state.device)
-        channels = train.shape[0]
-        mean, std = pixel_statistics(train) if config.normalize == "dataset" else ((0.0,) * channels, (1.0,) * channels)
+        mean, std = (0.0,) * train.shape[0], (1.0,) * train.shape[0]
+        sample = train.rows.spread(SAMPLE) if isinstance(train.rows, StreamedRows) else None
+        if config.normalize == "dataset" and (sample is None or processes.is_main):
+            mean, std = pixel_statistics(train, sample)
+    if sample is not None:
+        # One rank alone has read them.
+        mean, std = processes.broadcast((mean, std))
     return Data(train, test, source.test_split, source.classes, mean, std, plan)
+
+
+def find_source(config: Config, processes: Processes) -> Source:
+    """Find and open the data set. A collective.
+
+    Raises:
+        UserError: as `load_source`.
+    """
+    if not config.streaming:
+        return processes.local_main_first(lambda: load_source(config.dataset))
+    # Nothing is kept on the disk for the other ranks to find; all of them at once, they would ask the Hub for each footer and label.
+    found: list[Source | None] = [None]
+    with processes.together():
+        if processes.is_main:
+            found = [load_source(config.dataset, streaming=True)]
+    source = processes.broadcast(found[0])
+    assert source is not None
+    return source
 
 
 def places(nbytes: int, config: Config, processes: Processes, transform: Transform | None) -> set[str]:
@@ -98,6 +130,8 @@ def places(nbytes: int, config: Config, processes: Processes, transform: Transfo
     if config.cache == "device" and device.type != "cpu" and bound is not None:
         raise UserError(f"--cache device keeps the images where {bound} cannot reach them: use --cache ram")
     found = {"none"}
+    if config.streaming:
+        return found
     if nbytes * processes.local_count <= psutil.virtual_memory().available / 2:
         found.add("ram")
     if device.type == "cuda" and bound is None and nbytes <= torch.cuda.mem_get_info(device)[0] / 4:
@@ -115,7 +149,8 @@ def open_splits(source: Source, config: Config, transform: Transform | None) -> 
     if min(first.size) < SMALLEST_SIDE:
         raise UserError(f"--dataset {source.name}: images are {first.width} x {first.height} pixels, at least {SMALLEST_SIDE} are needed")
     mode, size = "L" if first.mode in GREY_MODES else "RGB", (first.height, first.width)
-    train = ImageDataset(source.name, source.train, source.train_labels, mode, size, transform, config.seed)
+    kind = StreamedImages if config.streaming else ImageDataset
+    train = kind(source.name, source.train, source.train_labels, mode, size, transform, config.seed)
     test = ImageDataset(f"{source.name} ({source.test_split})", source.test, source.test_labels, mode, size)
     return train, test
 
@@ -156,6 +191,8 @@ def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[Dat
         "pin_memory": device.type == "cuda" and data.train.labels.device.type == "cpu",
     }
     sampler = EpochSampler(len(data.train), config.seed)
+    if isinstance(data.train.rows, StreamedRows):
+        sampler = BlockSampler(data.train.rows, config.seed, config.shuffle_buffer)
     train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)
     largest_share = -(-len(data.test) // data.plan.processes)
     test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)

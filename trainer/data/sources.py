@@ -5,12 +5,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from trainer.data.row_groups import StreamedRows, open_streams
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    Rows: TypeAlias = Dataset | StreamedRows
 
 EMBEDDED = Path(__file__).parent / "mnist5k"
 ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
@@ -32,21 +35,24 @@ class Source:
     """
 
     name: str
-    train: "Dataset"
-    test: "Dataset"
+    train: "Rows"
+    test: "Rows"
     test_split: str
     classes: tuple[str, ...]
     train_labels: list[int]
     test_labels: list[int]
 
 
-def load_source(name: str) -> Source:
+def load_source(name: str, streaming: bool = False) -> Source:
     """Open the data set that `--dataset` names.
+
+    Args:
+        streaming: leave the files where they are, see stream.py.
 
     Raises:
         UserError: it cannot be found, reached or read, or lacks a split, an image column or a label column.
     """
-    splits = _load_splits(name)
+    splits = _load_splits(name, streaming)
     if "train" not in splits:
         raise UserError(f"--dataset {name} has no split 'train', only {_names(splits)}")
     test_split = next((split for split in TEST_SPLITS if split in splits), None)
@@ -65,11 +71,11 @@ def load_source(name: str) -> Source:
     return Source(name, parts[0], parts[1], test_split, classes, train_labels, test_labels)
 
 
-def _names(splits: "dict[str, Dataset] | Dataset") -> str:
+def _names(splits: "dict[str, Rows] | Rows") -> str:
     return ", ".join(f"'{name}'" for name in (splits if isinstance(splits, dict) else splits.column_names))
 
 
-def _load_splits(name: str) -> "dict[str, Dataset]":
+def _load_splits(name: str, streaming: bool) -> "dict[str, Rows]":
     import datasets
 
     if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
@@ -83,7 +89,11 @@ def _load_splits(name: str) -> "dict[str, Dataset]":
         kind = "a file; give the folder that holds the files of the train and test split" if os.path.exists(place) else "not there"
         raise UserError(f"--dataset {name}: a local data set is a folder, and {place} is {kind}")
     try:
+        if streaming:
+            return open_streams(name, datasets.load_dataset_builder(place))
         return _load(place, looks_like_path)
+    except UserError:
+        raise
     except Exception as error:
         # `datasets` raises many kinds, from network libraries too; whichever it is, the user can only choose another way out.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
@@ -125,7 +135,7 @@ def _load(place: str, local: bool) -> "dict[str, Dataset]":
     return loaded
 
 
-def _columns(name: str, train: "Dataset") -> tuple[str, str]:
+def _columns(name: str, train: "Rows") -> tuple[str, str]:
     import datasets
 
     features = train.features
@@ -140,14 +150,16 @@ def _columns(name: str, train: "Dataset") -> tuple[str, str]:
     return image, label
 
 
-def _undecoded(part: "Dataset", image: str, label: str) -> "Dataset":
+def _undecoded(part: "Rows", image: str, label: str) -> "Rows":
+    if isinstance(part, StreamedRows):
+        return part.with_columns(image, label)
     import datasets
 
     part = part.select_columns([image, label]).rename_columns({old: new for old, new in ((image, "image"), (label, "label")) if old != new})
     return part.cast_column("image", datasets.Image(decode=False))
 
 
-def _encode(name: str, train: "Dataset", test: "Dataset") -> tuple[tuple[str, ...], list[int], list[int]]:
+def _encode(name: str, train: "Rows", test: "Rows") -> tuple[tuple[str, ...], list[int], list[int]]:
     """Class names and numbers; the train split's mapping rules both splits, whatever each split's own order is."""
     import datasets
 

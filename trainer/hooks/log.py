@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer.accelerator import describe_precision
+from trainer.data.row_groups import StreamedRows
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
 from trainer.state import Run
@@ -218,7 +219,12 @@ def reopen(path: Path, entries: int) -> IO[str]:
 
 
 def place_of_images(run: Run) -> str:
-    images = run.data.train.images
+    images, rows = run.data.train.images, run.data.train.rows
+    if isinstance(rows, StreamedRows):
+        return (
+            f"streamed from {len(rows.files)} files, {len(rows.blocks)} row groups; a loading process keeps at most "
+            f"{min(len(rows), rows.capacity)} images ({rows.nbytes(rows.capacity) / 1e6:.0f} MB)"
+        )
     if images is None:
         return "decoded each time"
     return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
