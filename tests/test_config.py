@@ -340,6 +340,8 @@ def a_config(generator: random.Random) -> Config:
             values[name] = generator.choice(texts)
     if values.get("global_batch_size"):
         values.pop("scale_lr", None)
+    if values.get("streaming"):
+        values.pop("cache", None)
     # The two cannot be told from an unset folder, on the command line either.
     for name in ("output_dir", "resume_from_checkpoint"):
         if values.get(name) in ("null", "~"):

@@ -14,7 +14,7 @@ from trainer.data.dataset import GREY_MODES, Batch, ImageDataset, Transform, ide
 from trainer.data.row_groups import StreamedRows
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
-from trainer.data.stream import BlockSampler, StreamedImages, plan_reading
+from trainer.data.stream import BlockSampler, StreamedImages, lanes_of, plan_reading
 from trainer.data.transforms import pixel_statistics
 from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
@@ -192,7 +192,7 @@ def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[Dat
     }
     sampler = EpochSampler(len(data.train), config.seed)
     if isinstance(data.train.rows, StreamedRows):
-        sampler = BlockSampler(data.train.rows, config.seed, config.shuffle_buffer)
+        sampler = BlockSampler(data.train.rows.blocks, config.seed, config.shuffle_buffer, lanes_of(data.train.rows))
     train = DataLoader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan), **options)
     largest_share = -(-len(data.test) // data.plan.processes)
     test = DataLoader(data.test, batch_size=min(config.eval_batch_size, largest_share), **options)

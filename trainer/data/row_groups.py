@@ -73,8 +73,8 @@ class StreamedRows:
 
     Attributes:
         blocks: int64 (row groups,), rows of each; empty ones are left out.
-        capacity: rows that may be kept, but at least one row group.
-        ahead: row groups that are read ahead, of each one that is begun.
+        capacity: rows that may be in memory, but at least one row group.
+        ahead: row groups that are read ahead of each one that is begun.
         spool: where the row groups go that several processes fetch for each other.
         reads: row groups that this process has read.
     """
@@ -88,7 +88,7 @@ class StreamedRows:
         self.image, self.label = columns
         self.groups = [(file, group) for file in files for group in range(file.metadata.num_row_groups) if rows_of(file, group)]
         self.blocks = torch.tensor([rows_of(*group) for group in self.groups], dtype=torch.int64)
-        self.sizes = self.blocks.tolist()
+        self.sizes: list[int] = self.blocks.tolist()
         self.starts = (self.blocks.cumsum(0) - self.blocks).tolist()
         self.capacity = self.ahead = 0
         self.spool: Spool | None = None
@@ -99,13 +99,18 @@ class StreamedRows:
     def _forget(self) -> None:
         self.process = os.getpid()
         self.kept: OrderedDict[int, Any] = OrderedDict()
+        self.coming: OrderedDict[int, Future[Any]] = OrderedDict()
         self.readers: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"kept": OrderedDict(), "readers": None}
+        return vars(self) | {"kept": OrderedDict(), "coming": OrderedDict(), "readers": None}
 
     def __len__(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def remote(self) -> bool:
+        return any(file.remote for file in self.files)
 
     @property
     def column_names(self) -> list[str]:
@@ -156,6 +161,7 @@ class StreamedRows:
             order: int64 (row groups,), their numbers.
             breaks: bool (row groups - 1,), where the next one is not needed by who needs this one.
         """
+        self.coming.clear()
         self.following = {
             one: other for (one, other), is_break in zip(pairwise(order.tolist()), breaks.tolist(), strict=True) if not is_break
         }
@@ -165,23 +171,26 @@ class StreamedRows:
         if self.process != os.getpid():
             # A fork has taken over what was read, but not the threads that read.
             self._forget()
-        images = self.kept.pop(block, None)
-        if images is None or isinstance(images, Future):
+        if block not in self.kept:
+            coming = self.coming.pop(block, None)
             self._read_ahead(block)
-            images = self._read(block) if images is None else images.result()
-            while self.kept and self.kept_rows() + self.sizes[block] > self.capacity:
+            self.kept[block] = self._read(block) if coming is None else coming.result()
+            while len(self.kept) > 1 and self.kept_rows() > self.capacity:
                 self.kept.popitem(last=False)
-        self.kept[block] = images
-        return images
+        self.kept.move_to_end(block)
+        return self.kept[block]
 
     def _read_ahead(self, block: int) -> None:
         for _ in range(self.ahead):
             if block not in self.following:
                 return
             block = self.following[block]
-            if block not in self.kept:
+            if block not in self.kept and block not in self.coming:
                 self.readers = self.readers or ThreadPoolExecutor(CONNECTIONS)
-                self.kept[block] = self.readers.submit(self._read, block)
+                self.coming[block] = self.readers.submit(self._read, block)
+                # Of what the workers fetch for each other, one may need nothing.
+                if self.spool is not None and len(self.coming) > CONNECTIONS:
+                    self.coming.popitem(last=False)
 
     def _read(self, block: int) -> Any:
         table = self._fetch(block) if self.spool is None else self.spool.table(block, lambda: self._fetch(block))
@@ -194,8 +203,8 @@ class StreamedRows:
             return parquet.read_row_group(group, [self.image], use_threads=False)
 
     def kept_rows(self) -> int:
-        """Rows that this process has in memory, or is reading."""
-        return sum(self.sizes[block] for block in self.kept)
+        """Rows that are in this process's memory, or on their way."""
+        return sum(self.sizes[block] for block in (*self.kept, *self.coming))
 
     @contextmanager
     def _opened(self, file: File) -> Iterator[Any]:

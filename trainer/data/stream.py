@@ -39,15 +39,16 @@ class BlockSampler(EpochSampler):
     """The order of a streamed epoch, as this module's head draws it.
 
     Args:
-        rows: of the split.
+        blocks: int64 (row groups,), rows of each.
         buffer: rows that are mixed with each other, over all lanes.
+        lanes: see `lanes_of`.
     """
 
-    def __init__(self, rows: StreamedRows, seed: int, buffer: int) -> None:
-        super().__init__(len(rows), seed)
-        self.blocks = rows.blocks
-        self.lanes = lanes_of(rows)
-        self.reach = reach(buffer, self.lanes)
+    def __init__(self, blocks: Tensor, seed: int, buffer: int, lanes: int) -> None:
+        super().__init__(int(blocks.sum()), seed)
+        self.blocks = blocks
+        self.lanes = lanes
+        self.reach = reach(buffer, lanes)
 
     def _order(self) -> Tensor:
         place = block_places(len(self.blocks), self.seed, self.epoch).repeat_interleave(self.blocks)
@@ -73,11 +74,17 @@ class StreamedImages(ImageDataset):
         epoch, _ = unpack_key(keys[0])
         if epoch != self.followed:
             self.followed = epoch
-            order = block_places(len(self.rows.blocks), self.seed, epoch).argsort()
-            ends = self.rows.blocks[order].cumsum(0)[:-1]
-            cuts = torch.tensor(lane_sizes(len(self.rows), lanes_of(self.rows))).cumsum(0)
-            self.rows.follow(order, torch.isin(ends, cuts))
+            follow(self.rows, self.seed, epoch)
         return super().__getitems__(keys)
+
+
+def follow(rows: StreamedRows, seed: int, epoch: int) -> None:
+    """Let the rows read ahead in the order of the epoch, up to the end of a lane."""
+    order = block_places(len(rows.blocks), seed, epoch).argsort()
+    starts = rows.blocks[order].cumsum(0) - rows.blocks[order]
+    lane_ends = torch.tensor(lane_sizes(len(rows), lanes_of(rows))).cumsum(0)
+    # Another rank, as a rule, reads on where a lane has ended.
+    rows.follow(order, torch.searchsorted(lane_ends, starts, right=True).diff() != 0)
 
 
 def block_places(blocks: int, seed: int, epoch: int) -> Tensor:
@@ -114,10 +121,11 @@ def plan_reading(train: StreamedRows, test: StreamedRows, config: Config, proces
     lanes = lanes_of(train)
     # All of them where the number of processes has no common divisor with theirs.
     own = lanes // math.gcd(lanes, processes.count)
-    largest = max(train.sizes)
-    train.ahead = max(1, READ_AHEAD // own)
-    # That so many rows suffice to read a row group once was measured over sizes and buffers; fewer would only cost time.
-    train.capacity = own * (2 * (reach(config.shuffle_buffer, lanes) + largest) + train.ahead * largest)
+    # Several workers read at once anyway, each for batches of its own; only what they fetch for each other is worth it.
+    train.ahead = 0 if config.num_workers > 1 and not train.remote else max(1, READ_AHEAD // own)
+    # Between two rows of a row group a lane has rows of its neighbours, up to `reach` before and behind it: to read it once, those are
+    # kept, the outermost as a whole. Fewer would only cost time.
+    train.capacity = own * (2 * reach(config.shuffle_buffer, lanes) + (3 + train.ahead) * max(train.sizes))
     # It is read from one end to the other.
     test.capacity = 2 * max(test.sizes)
     loading = processes.local_count * max(1, config.num_workers)
@@ -129,7 +137,7 @@ def plan_reading(train: StreamedRows, test: StreamedRows, config: Config, proces
             f"smaller row groups (the largest has {max(train.sizes + test.sizes)} images)"
         )
     for rows in (train, test):
-        if config.num_workers > 1 and any(file.remote for file in rows.files):
+        if config.num_workers > 1 and rows.remote:
             # Twice: not all workers are at the same place of the epoch.
             rows.spool = spool = Spool(2 * rows.nbytes(rows.capacity))
             processes.at_exit.append(lambda code, reason, spool=spool: spool.remove())  # type: ignore[misc]
