@@ -202,6 +202,23 @@ def paths_to_nowhere(place: Place) -> None:
         (place.folder / "data" / f"{split}.csv").write_text("image,label\ngone.png,a\ngone.png,b\n")
 
 
+def truncated_in_parquet(place: Place) -> None:
+    write_ids(place.folder / "data", 16, 8)
+    contents = [png(ids_image(i))[: 60 if i == 3 else None] for i in range(16)]
+    write_parquet(place.folder / "data" / "train.parquet", contents, [i % 10 for i in range(16)])
+
+
+def other_names(place: Place) -> None:
+    """Two files of one split whose numbers name other classes."""
+    import datasets
+
+    for number, names in enumerate((["cat", "dog"], ["dog", "cat"])):
+        types = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+        file = write_ids(place.folder / "data", 16, 8) / f"train-{number}.parquet"
+        write_parquet(file, [ids_image(i) for i in range(4)], [0, 1] * 2, **types)
+    (place.folder / "data" / "train.parquet").unlink()
+
+
 def tiny(place: Place) -> None:
     folder = place.folder / "data"
     folder.mkdir()
@@ -574,6 +591,26 @@ MISTAKES: dict[str, Mistake] = {
         counts=(1,),  # two: by a real launcher, below
         trained=True,
     ),
+    "a stream that is kept in memory": Mistake("--streaming --cache ram", "--streaming", "leave one of them out"),
+    "a shuffle buffer of nothing": Mistake("--streaming --shuffle_buffer 0", "--shuffle_buffer must be at least 1", "at least 1"),
+    "a stream of image files": Mistake(
+        "--dataset data --streaming", "kept as 'imagefolder'", "leave --streaming out", images(lambda content: content)
+    ),
+    "a stream of a truncated file": Mistake(
+        "--dataset data --streaming", "data/train.parquet cannot be read", "replace or remove it", truncated("train.parquet", 900)
+    ),
+    "a stream of files that differ": Mistake("--dataset data --streaming", "data/train-1.parquet", "save the files alike", other_names),
+    "a stream without a test split": Mistake(
+        "--dataset data --streaming", "no split to evaluate on", "(test, validation", without("test.parquet")
+    ),
+    "a truncated image met in a stream": Mistake(
+        "--dataset data --streaming --normalize none --batch_size 2",
+        "--dataset data: image 3 cannot be read",
+        "replace or remove it",
+        truncated_in_parquet,
+        counts=(1,),  # two: as of any data
+        trained=True,
+    ),
     "a class unknown to the train split": Mistake(
         "--dataset data",
         "the train split lacks: fox",
@@ -620,6 +657,7 @@ MISTAKES: dict[str, Mistake] = {
     "another seed": Mistake(
         "--resume auto --output_dir run --seed 7", "--seed 7", "was written with 0: use that, or train anew", Place.run
     ),
+    "another order": Mistake("--resume run --streaming", "--streaming True", "was written with False: use that", Place.run),
     "another normalize": Mistake("--resume run --normalize none", "--normalize none", "was written with dataset: use that", Place.run),
     "another model": Mistake(
         "--resume run",

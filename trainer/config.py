@@ -71,6 +71,11 @@ class DataConfig:
     cache: Literal["auto", "device", "ram", "none"] = "auto"
     """decoded images: kept on the training device ('device'; on a CPU the same as 'ram'), in memory ('ram'), decoded each time
     ('none'); 'auto': the first of these three that fits into a quarter of the GPU's free memory, or half of the host's"""
+    streaming: bool = False
+    """read the images from Parquet files, local or of the Hub, when they are needed, instead of copying the data set to this disk
+    first: for sets larger than the disk"""
+    shuffle_buffer: int = 1000
+    """--streaming: images that the order of an epoch mixes at a time, beside those of the same row group; more of them take more memory"""
     num_workers: int = 0
     """worker processes that load data, for each training process; 0: the training process itself"""
 
@@ -225,6 +230,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         self._check_data()
         if self.resume_from_checkpoint == "auto" and self.output_dir is None:
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
+        if self.streaming and self.cache in ("device", "ram"):
+            raise UserError(f"--streaming reads images when they are needed, and --cache {self.cache} keeps them: leave one of them out")
         if self.max_time is not None:
             seconds(self.max_time)
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
@@ -248,6 +255,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError(f"--val_fraction must be above 0 and below 1, but is {self.val_fraction:g}")
         if self.val_fraction is not None and self.eval_split is not None:
             raise UserError(f"--val_fraction {self.val_fraction:g} contradicts --eval_split {self.eval_split}: leave one of them out")
+        if self.streaming and self.val_fraction is not None:
+            raise UserError("--val_fraction cannot hold out a part of what --streaming reads: leave one of them out")
         if self.image_size is not None:
             pixels(self.image_size)
 
@@ -319,6 +328,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "val_fraction": (0, 1),
     "hflip": (0, 1),
     "random_erasing": (0, 1),
+    "shuffle_buffer": (1, INFINITY),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "epochs": (1, INFINITY),

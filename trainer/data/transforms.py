@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.dataset import ImageDataset
+from trainer.data.row_groups import StreamedRows
 from trainer.runtime import Processes
 
 # Images that mean and deviation are measured of, at most; and bytes of them at once.
@@ -68,12 +69,13 @@ def pixel_statistics(dataset: ImageDataset, processes: Processes | None = None) 
         UserError: an image cannot be read.
     """
     channels, (height, width) = dataset.shape[0], dataset.size
-    indices = spread(len(dataset), MEASURED)
+    streamed = isinstance(dataset.rows, StreamedRows)
+    indices = dataset.rows.spread(MEASURED) if streamed else spread(len(dataset), MEASURED)
     if processes is None:
         parts = [_sums(dataset, indices)]
     else:
         with processes.together():
-            own = _sums(dataset, indices[processes.rank :: processes.count])
+            own = _sums(dataset, indices.tensor_split(processes.count)[processes.rank])
         parts = processes.all_gather(own)
     total, squares = ([sum(part[kind][channel] for part in parts) for channel in range(channels)] for kind in (0, 1))
     count = len(indices) * height * width

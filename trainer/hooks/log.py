@@ -14,6 +14,7 @@ import torch
 
 from trainer.accelerator import describe_precision
 from trainer.config import Config
+from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
@@ -244,7 +245,12 @@ def describe_extras(config: Config) -> list[tuple[str, str]]:
 
 
 def place_of_images(run: Run) -> str:
-    images = run.data.train.images
+    images, rows = run.data.train.images, run.data.train.rows
+    if isinstance(rows, StreamedRows):
+        return (
+            f"streamed from {len(rows.files)} files, {len(rows.blocks)} row groups; a loading process keeps at most "
+            f"{min(len(rows), rows.capacity)} images ({rows.nbytes(rows.capacity) / 1e6:.0f} MB)"
+        )
     if images is None:
         return "decoded each time"
     return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
