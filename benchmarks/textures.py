@@ -67,14 +67,14 @@ KINDS: tuple[Callable[[Array, Array, Generator], Array], ...] = (blobs, bricks, 
 def texture(kind: Callable[[Array, Array, Generator], Array], random: Generator) -> Image.Image:
     height, width = random.integers(72, 97, 2)
     y, x = numpy.mgrid[:height, :width].astype(float)
-    angle, scale = random.uniform(0, numpy.pi), random.uniform(0.35, 0.8)
+    angle, scale = random.uniform(0, numpy.pi), random.uniform(0.3, 0.6)
     u = scale * (x * numpy.cos(angle) + y * numpy.sin(angle)) + random.uniform(0, 6)
     v = scale * (y * numpy.cos(angle) - x * numpy.sin(angle)) + random.uniform(0, 6)
-    share = 0.5 + 0.5 * numpy.tanh(random.uniform(0.5, 2) * kind(u, v, random))
+    share = 0.5 + 0.5 * numpy.tanh(random.uniform(1, 2.5) * kind(u, v, random))
     one, other = random.uniform(0, 255, (2, 3))
     pixels = share[..., None] * one + (1 - share[..., None]) * other
     pixels *= 1 + 0.3 * smooth(random.normal(size=(height, width)), 60)[..., None] * random.uniform(0, 1)
-    pixels += random.normal(scale=random.uniform(5, 25), size=pixels.shape)
+    pixels += random.normal(scale=random.uniform(3, 12), size=pixels.shape)
     return Image.fromarray(pixels.clip(0, 255).astype(numpy.uint8))
 
 

@@ -19,6 +19,7 @@ LAYERS = [
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema"},
+    {"auto_batch"},
     {"state"},
     {"agreement"},
     {"export"},

@@ -56,6 +56,9 @@ class DataConfig:
     global_batch_size: int | None = None
     """images of one update = batch size x processes x accumulation; keeps training the same for any number of processes; unset:
     whatever the product is"""
+    auto_batch_size: bool = False
+    """where the batch does not fit into memory, take smaller ones, the same on all ranks, and more --gradient_accumulation_steps, so that
+    an update has the same images"""
     eval_batch_size: int = 125
     """images a process evaluates at once"""
     normalize: Literal["dataset", "none", "imagenet"] = "dataset"

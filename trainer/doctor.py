@@ -62,6 +62,7 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
     from dataclasses import replace
 
     from trainer.accelerator import build_accelerator
+    from trainer.auto_batch import fit_batch
     from trainer.checks import BEFORE_BUILDING, CHECKS
     from trainer.checks.base import Subject, messengers
     from trainer.checks.own import images_of, shorten_test, subject_of
@@ -94,7 +95,8 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
             return None
         # Decoding and measuring all images would take the most time, and no check depends on it.
         config = replace(config, cache="none", normalize="none")
-        data, config = shorten_test(load_data(config, processes), config, processes)
+        config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
+        data, config = shorten_test(data, config, processes)
         run = build_run(config, processes, data, accelerator)
         run_checks(subject_of(run, own, images, folder), checks, report)
     run.close()

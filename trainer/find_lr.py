@@ -41,6 +41,7 @@ def read(argv: Sequence[str]) -> Config:
 def measure(config: Config, processes: Processes) -> None:
     """config -> accelerator -> data -> model -> sweep -> output_dir."""
     from trainer.accelerator import build_accelerator
+    from trainer.auto_batch import fit_batch
     from trainer.data.loaders import load_data
     from trainer.lr_finder import find_lr
     from trainer.output import create_folder, report_end
@@ -48,7 +49,7 @@ def measure(config: Config, processes: Processes) -> None:
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
-    data = load_data(config, processes)
+    config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator)
     run.output_dir = create_folder(config, processes)
     report_end(run, exit_file=False)

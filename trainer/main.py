@@ -28,6 +28,7 @@ def train(config: Config, processes: Processes) -> None:
     """config -> accelerator -> data -> model -> loop and hooks -> output_dir."""
     # Heavy imports come after the flags are checked: a mistyped one is answered at once.
     from trainer.accelerator import build_accelerator
+    from trainer.auto_batch import fit_batch
     from trainer.checkpoint import find, restore, restore_folder
     from trainer.data.loaders import load_data
     from trainer.hooks.audit import Audit
@@ -52,7 +53,7 @@ def train(config: Config, processes: Processes) -> None:
     checkpoint = find(config, processes)
     with processes.together():
         check_model(config, resumed=checkpoint is not None)
-    data = load_data(config, processes)
+    config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator, resumed=checkpoint is not None)
     hooks: tuple[Hook, ...] = (
         SetEpoch(),

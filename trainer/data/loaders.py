@@ -43,6 +43,7 @@ class Data:
         plan: how an epoch is cut into batches.
         held_out: rows of the data set's train split that are not trained on but evaluated on; None where it has a split for that.
         about: what was found out about the images, in words.
+        fitted: how `--auto_batch_size` has changed the plan, in words; None when it has not.
     """
 
     train: ImageDataset
@@ -54,6 +55,7 @@ class Data:
     plan: BatchPlan
     held_out: list[int] | None = None
     about: str = ""
+    fitted: str | None = None
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

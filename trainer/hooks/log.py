@@ -305,6 +305,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
             f"{plan.batch_size} a process x {plan.processes} processes x {plan.accumulation} accumulation "
             f"= global batch {plan.global_batch_size}",
         ),
+        *([("auto batch", run.data.fitted)] if run.data.fitted is not None else []),
         ("updates", f"{run.total_steps} ({plan.updates} an epoch, {config.epochs} epochs)"),
         ("optimizer", describe_optimizer(config)),
         ("lr plan", str(run.lr_plan)),
