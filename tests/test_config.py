@@ -378,6 +378,9 @@ def a_config(generator: random.Random) -> Config:
         values.pop("eval_split", None)
     if values.get("global_batch_size"):
         values.pop("scale_lr", None)
+    if values.get("streaming"):
+        values.pop("cache", None)
+        values.pop("val_fraction", None)
     if values.get("optimizer") != "sgd" or not values.get("momentum", 1):
         values.pop("nesterov", None)
     if values.get("min_lr", 0) > values.get("lr", Config.lr):

@@ -167,10 +167,19 @@ def test_a_broken_folder_is_refused_by_name(folder: Path, kind: str) -> None:
 
 
 def test_another_architecture_is_refused(folder: Path) -> None:
-    edit(folder, architecture="resnet18")
-    with pytest.raises(UserError, match="resnet18") as raised:
+    edit(folder, architecture="squeezenet1_1")
+    with pytest.raises(UserError, match=r"cannot be loaded: it lacks features\.0\.weight, .* and \d+ more, it has fc\.bias, ") as raised:
         load_model(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_a_folder_alone_runs_no_code(folder: Path) -> None:
+    """Its config.json could name any function of any package."""
+    edit(folder, architecture="os:mkdir")
+    with pytest.raises(UserError, match=f"^the model folder {folder} is of os:mkdir, which is code, and a folder alone has none run: name"):
+        load_model(folder)
+    with pytest.raises(UserError, match=f"^the model folder {folder} is of os:mkdir, "):
+        load_model(folder, factory="own:make")
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import py_compile
 import re
 import shlex
 import shutil
@@ -201,11 +202,53 @@ def paths_to_nowhere(place: Place) -> None:
         (place.folder / "data" / f"{split}.csv").write_text("image,label\ngone.png,a\ngone.png,b\n")
 
 
+def truncated_in_parquet(place: Place) -> None:
+    write_ids(place.folder / "data", 16, 8)
+    contents = [png(ids_image(i))[: 60 if i == 3 else None] for i in range(16)]
+    write_parquet(place.folder / "data" / "train.parquet", contents, [i % 10 for i in range(16)])
+
+
+def other_names(place: Place) -> None:
+    """Two files of one split whose numbers name other classes."""
+    import datasets
+
+    for number, names in enumerate((["cat", "dog"], ["dog", "cat"])):
+        types = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+        file = write_ids(place.folder / "data", 16, 8) / f"train-{number}.parquet"
+        write_parquet(file, [ids_image(i) for i in range(4)], [0, 1] * 2, **types)
+    (place.folder / "data" / "train.parquet").unlink()
+
+
 def tiny(place: Place) -> None:
     folder = place.folder / "data"
     folder.mkdir()
     for split in ("train", "test"):
         write_parquet(folder / f"{split}.parquet", [ids_image(i).resize((3, 3)) for i in range(4)], [0, 1, 2, 3])
+
+
+# Models
+
+
+def own(name: str, text: str) -> Setup:
+    """A module of one's own; compiled, so that importing it leaves nothing new behind."""
+
+    def setup(place: Place) -> None:
+        file = place.folder / f"{name}.py"
+        file.write_text(f"{text}\n")
+        py_compile.compile(str(file))
+
+    return setup
+
+
+def stored(content: Any) -> Setup:
+    return lambda place: torch.save(content, place.folder / "some.pth")
+
+
+def evil(name: str) -> Setup:
+    def setup(place: Place) -> None:
+        (place.folder / name).write_bytes(pickle.dumps(Payload(place.folder / "executed")))
+
+    return setup
 
 
 # Checkpoints
@@ -373,6 +416,79 @@ MISTAKES: dict[str, Mistake] = {
     "BatchNorm that drifts apart": Mistake(
         "--sync_bn off --broadcast_buffers false", "--sync_bn off with --broadcast_buffers false", "change one of them", counts=(2,)
     ),
+    # Models
+    "an unknown model": Mistake("--model resnet19", "--model resnet19: there is no such model", "did you mean resnet18, "),
+    "a model like no other": Mistake(
+        "--model zzz", "--model zzz", "give convnet, a classification model of torchvision, or package.module"
+    ),
+    "a model without a name": Mistake('--model ""', "--model must not be empty", "give it a value, or leave it out"),
+    "images too small for the model": Mistake("--model inception_v3", "1 x 8 x 8", "choose another model, or images of another size"),
+    "one image at a time where BatchNorm needs two": Mistake(
+        "--model shufflenet_v2_x0_5 --batch_size 5", "a batch of one image", "choose another --batch_size", counts=(1,)
+    ),
+    "one image at a time on each of two": Mistake(
+        "--model shufflenet_v2_x0_5 --batch_size 1 --sync_bn off", "a batch of one image", "choose another --batch_size", counts=(2,)
+    ),
+    "a factory that is nowhere": Mistake("--model nowhere:make", "the module nowhere cannot be imported", "start where it is found"),
+    "a factory without its function": Mistake("--model own_1:make", "own_1 has no make", "did you mean made?", own("own_1", "made = 3")),
+    "a factory that fails": Mistake(
+        "--model own_2:make", "ZeroDivisionError: division by zero in ", "correct it", own("own_2", "def make(num_classes): 1 / 0")
+    ),
+    "a factory that wants more": Mistake(
+        "--model own_3:make", "needs depth", "give the others defaults", own("own_3", "def make(depth, num_classes): ...")
+    ),
+    "a factory that makes nothing": Mistake(
+        "--model own_4:make", "returns a NoneType", "let it return a torch.nn.Module", own("own_4", "def make(num_classes): ...")
+    ),
+    "a factory that does not know the classes": Mistake(
+        "--model own_5:make",
+        "returns 2 x 3 numbers for 2 images, not 2 x 10",
+        "let it take num_classes",
+        own("own_5", "from torch import nn\ndef make(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))"),
+    ),
+    "a factory that trains nothing": Mistake(
+        "--model own_6:make",
+        "no parameter that takes a gradient",
+        "nothing to train",
+        own("own_6", "from torch import nn\ndef make(): return nn.Flatten()"),
+    ),
+    "a backbone without a classifier": Mistake(
+        "--model own_7:make --freeze backbone",
+        "--freeze backbone finds no classifier in --model own_7:make",
+        "leave --freeze out",
+        own(
+            "own_7",
+            "from torch import nn\ndef make(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Unflatten(1, (10, 2)), "
+            "nn.AvgPool1d(2), nn.Flatten())",
+        ),
+    ),
+    "frozen by another word": Mistake("--freeze all", "'all'", "--freeze must be one of none, backbone"),
+    "normalised by another word": Mistake("--normalize mean", "'mean'", "--normalize must be one of dataset, none, imagenet"),
+    "no weights": Mistake("--weights nowhere.pth", "there is no file nowhere.pth", "name a model folder, a .safetensors file"),
+    "a folder without weights": Mistake(
+        "--weights empty", "there is no file empty/model.safetensors", "name a model folder", lambda place: (place.folder / "empty").mkdir()
+    ),
+    "weights that torchvision has not": Mistake(
+        "--model shufflenet_v2_x0_5 --weights IMAGENET1K_V9", "IMAGENET1K_V9", "or one of torchvision's (IMAGENET1K_V1, DEFAULT)"
+    ),
+    "weights that cannot be downloaded": Mistake(
+        "--model shufflenet_v2_x0_5 --weights DEFAULT",
+        "https://download.pytorch.org/models/shufflenetv2_x0.5-f707e7126e.pth cannot be downloaded or read",
+        "give it by --weights FILE",
+        # A port that nobody listens on, also where there is a network.
+        variables={"https_proxy": "http://127.0.0.1:1", "TORCH_HOME": "/nowhere"},
+    ),
+    "weights of another model": Mistake(
+        "--model shufflenet_v2_x0_5 --weights run/model", "it lacks conv1.0.weight", "give weights of that model", Place.run
+    ),
+    "weights that are a training": Mistake(
+        "--weights some.pth", "it holds model, epoch", "save the model's state_dict() alone", stored({"model": {}, "epoch": 3})
+    ),
+    "weights that are no file of torch": Mistake("--weights notes.txt", "notes.txt is no file of torch", "give a state dict", a_file),
+    "a hostile pickle for pretrained weights": Mistake("--weights evil.pth", "evil.pth", "give a state dict", evil("evil.pth")),
+    "a hostile pickle with a harmless name": Mistake(
+        "--weights evil.safetensors", "evil.safetensors cannot be read", "give another file", evil("evil.safetensors")
+    ),
     # Recipes
     "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are mnist, mnist5k, tutorial"),
     "a recipe that is a folder": Mistake(
@@ -475,6 +591,26 @@ MISTAKES: dict[str, Mistake] = {
         counts=(1,),  # two: by a real launcher, below
         trained=True,
     ),
+    "a stream that is kept in memory": Mistake("--streaming --cache ram", "--streaming", "leave one of them out"),
+    "a shuffle buffer of nothing": Mistake("--streaming --shuffle_buffer 0", "--shuffle_buffer must be at least 1", "at least 1"),
+    "a stream of image files": Mistake(
+        "--dataset data --streaming", "kept as 'imagefolder'", "leave --streaming out", images(lambda content: content)
+    ),
+    "a stream of a truncated file": Mistake(
+        "--dataset data --streaming", "data/train.parquet cannot be read", "replace or remove it", truncated("train.parquet", 900)
+    ),
+    "a stream of files that differ": Mistake("--dataset data --streaming", "data/train-1.parquet", "save the files alike", other_names),
+    "a stream without a test split": Mistake(
+        "--dataset data --streaming", "no split to evaluate on", "(test, validation", without("test.parquet")
+    ),
+    "a truncated image met in a stream": Mistake(
+        "--dataset data --streaming --normalize none --batch_size 2",
+        "--dataset data: image 3 cannot be read",
+        "replace or remove it",
+        truncated_in_parquet,
+        counts=(1,),  # two: as of any data
+        trained=True,
+    ),
     "a class unknown to the train split": Mistake(
         "--dataset data",
         "the train split lacks: fox",
@@ -521,6 +657,7 @@ MISTAKES: dict[str, Mistake] = {
     "another seed": Mistake(
         "--resume auto --output_dir run --seed 7", "--seed 7", "was written with 0: use that, or train anew", Place.run
     ),
+    "another order": Mistake("--resume run --streaming", "--streaming True", "was written with False: use that", Place.run),
     "another normalize": Mistake("--resume run --normalize none", "--normalize none", "was written with dataset: use that", Place.run),
     "another model": Mistake(
         "--resume run",
@@ -528,6 +665,10 @@ MISTAKES: dict[str, Mistake] = {
         "was written with vit: use that",
         changed("state.json", lambda state: state["config"].update(model="vit")),
     ),
+    "other weights to start from": Mistake(
+        "--resume run --weights run/model", "--weights run/model", "was written with none: use that, or train anew", Place.run
+    ),
+    "frozen in the middle": Mistake("--resume run --freeze backbone", "--freeze backbone", "was written with none: use that", Place.run),
     "other data": Mistake(
         "--dataset data --resume auto --output_dir run --epochs 3",
         "train 16 -> 24",

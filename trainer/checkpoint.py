@@ -30,6 +30,7 @@ from trainer.agreement import await_checkpoint, check_tensors, newest_checkpoint
 from trainer.config import Config
 from trainer.export import contiguous, copied, take_over, write_tensors
 from trainer.files import MANIFEST, beside, problem, recover_folder, replace_folder, write_json, write_manifest
+from trainer.models.weights import load_tensors
 from trainer.optim import plan_lr
 from trainer.runtime import Processes, RunError, UserError, disk_full
 from trainer.seeding import generator_states
@@ -39,7 +40,7 @@ CHECKPOINTS, SET_ASIDE, MODEL = "checkpoints", "set_aside", "model"
 VERSION = 1
 NAME = re.compile(r"step_\d+")
 # Another value makes the checkpoint useless: the weights or the optimizer's state would not fit, or the order of the epoch not be the same.
-FIXED = ("model", "optimizer", "seed", "normalize")
+FIXED = ("model", "weights", "freeze", "optimizer", "seed", "normalize", "streaming", "shuffle_buffer")
 # Says where, not what, is trained.
 INCIDENTAL = ("output_dir", "resume_from_checkpoint")
 
@@ -319,7 +320,7 @@ def _changed_data(run: Run, was: dict[str, Any]) -> list[str]:
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
     state, same_ranks = checkpoint.state, checkpoint.state["processes"] == run.processes.count
-    run.module.load_state_dict(checkpoint.model)
+    load_tensors(run.module, checkpoint.model)
     _restore_optimizer(run, checkpoint.optimizer, state["lr"])
     if run.ema is not None:
         run.ema.load(checkpoint.ema)

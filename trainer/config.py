@@ -58,9 +58,9 @@ class DataConfig:
     whatever the product is"""
     eval_batch_size: int = 125
     """images a process evaluates at once"""
-    normalize: Literal["dataset", "none"] = "dataset"
-    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, of at most 5,000 images spread over it;
-    'none' only scales to 0..1"""
+    normalize: Literal["dataset", "none", "imagenet"] = "dataset"
+    """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, of at most 5,000 images spread over it,
+    'imagenet' does so with ImageNet's, which published weights expect, 'none' only scales to 0..1"""
     augment: Literal["none", "light", "trivialaugment", "randaugment"] = "none"
     """of training images: 'light' mirrors, and shifts by up to an eighth of the side or, where images are resized, takes a random part of
     35 to 100 % of the area; 'trivialaugment' and 'randaugment' add torchvision's"""
@@ -71,6 +71,11 @@ class DataConfig:
     cache: Literal["auto", "device", "ram", "none"] = "auto"
     """decoded images: kept on the training device ('device'; on a CPU the same as 'ram'), in memory ('ram'), decoded each time
     ('none'); 'auto': the first of these three that fits into a quarter of the GPU's free memory, or half of the host's"""
+    streaming: bool = False
+    """read the images from Parquet files, local or of the Hub, when they are needed, instead of copying the data set to this disk
+    first: for sets larger than the disk"""
+    shuffle_buffer: int = 1000
+    """--streaming: images that the order of an epoch mixes at a time, beside those of the same row group; more of them take more memory"""
     num_workers: int = 0
     """worker processes that load data, for each training process; 0: the training process itself"""
 
@@ -79,8 +84,14 @@ class DataConfig:
 class ModelConfig:
     """Model and numerics"""
 
-    model: Literal["convnet"] = "convnet"
-    """the tutorials' ConvNet"""
+    model: str = "convnet"
+    """convnet (the tutorials'), a classification model of torchvision (resnet18, vit_b_16 ...), or package.module:factory, a function or
+    class of one's own that takes any of in_channels, size (height, width) and num_classes by name"""
+    weights: str = "none"
+    """what the model starts from: none (random), a file (an exported model folder, .safetensors, or a state dict .pth), or a name of
+    torchvision's for the model (DEFAULT, IMAGENET1K_V1 ...); a classifier for another number of classes is left out"""
+    freeze: Literal["none", "backbone"] = "none"
+    """'backbone': only the classifier is trained; all else, BatchNorm's statistics too, stays as it is"""
     channels_last: Literal["auto", "on", "off"] = "auto"
     """memory format of images and convolutions; 'auto' is 'on' where it was measured or is known to be faster: on CPUs, and on GPUs
     with fp16, bf16 or --tf32"""
@@ -219,6 +230,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         self._check_data()
         if self.resume_from_checkpoint == "auto" and self.output_dir is None:
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
+        if self.streaming and self.cache in ("device", "ram"):
+            raise UserError(f"--streaming reads images when they are needed, and --cache {self.cache} keeps them: leave one of them out")
         if self.max_time is not None:
             seconds(self.max_time)
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
@@ -242,6 +255,8 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError(f"--val_fraction must be above 0 and below 1, but is {self.val_fraction:g}")
         if self.val_fraction is not None and self.eval_split is not None:
             raise UserError(f"--val_fraction {self.val_fraction:g} contradicts --eval_split {self.eval_split}: leave one of them out")
+        if self.streaming and self.val_fraction is not None:
+            raise UserError("--val_fraction cannot hold out a part of what --streaming reads: leave one of them out")
         if self.image_size is not None:
             pixels(self.image_size)
 
@@ -300,6 +315,8 @@ TEXTS = (
     "eval_split",
     "image_column",
     "label_column",
+    "model",
+    "weights",
     "output_dir",
     "resume_from_checkpoint",
 )
@@ -311,6 +328,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "val_fraction": (0, 1),
     "hflip": (0, 1),
     "random_erasing": (0, 1),
+    "shuffle_buffer": (1, INFINITY),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "epochs": (1, INFINITY),

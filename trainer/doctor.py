@@ -67,13 +67,14 @@ def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:
     from trainer.checks.own import images_of, shorten_test, subject_of
     from trainer.checks.report import run_checks
     from trainer.checks.script import forward
-    from trainer.data.loaders import load_data
-    from trainer.data.sources import load_source
+    from trainer.data.loaders import find_source, load_data
+    from trainer.models.build import check_model
     from trainer.state import build_run
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
-    source = processes.local_main_first(lambda: load_source(config))
+        check_model(config, resumed=False)
+    source = find_source(config, processes)
     images, folder = images_of(source, config), Path(config.output_dir or "runs")
     with messengers() as own:
         subject = Subject(

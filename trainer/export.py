@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from trainer.files import beside, link_or_copy, replace_folder, write_json
 from trainer.models.build import build_model
+from trainer.models.weights import WEIGHTS_FILE, load_tensors
 from trainer.runtime import UserError
 
-MODEL_FILES = ("model.safetensors", "config.json", "scaler.json")
+MODEL_FILES = (WEIGHTS_FILE, "config.json", "scaler.json")
 
 
 def contiguous(module: nn.Module) -> dict[str, Tensor]:
@@ -62,8 +63,11 @@ def take_over(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:
+def load_model(folder: str | Path, factory: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
     """The plain model of a `model` folder, on the CPU, in evaluation mode, and its config.json.
+
+    Args:
+        factory: the `package.module:factory` of a model of one's own, whose code is then run; a folder alone cannot have any run.
 
     Raises:
         UserError: the folder or one of its files is missing, broken, or of another model.
@@ -75,9 +79,14 @@ def load_model(folder: str | Path) -> tuple[nn.Module, dict[str, Any]]:
         folder = old
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-        module = build_model(config["architecture"], config["in_channels"], tuple(config["size"]), config["num_classes"])
-        module.load_state_dict(tensors)
+        tensors = load_file(folder / WEIGHTS_FILE)
+        architecture = config["architecture"]
+        if ":" in architecture and architecture != factory:
+            raise UserError(
+                f"the model folder {folder} is of {architecture}, which is code, and a folder alone has none run: name that factory too"
+            )
+        module = build_model(architecture, config["in_channels"], tuple(config["size"]), config["num_classes"])
+        load_tensors(module, tensors)
     except UserError:
         raise
     except Exception as error:

@@ -41,6 +41,7 @@ from trainer.hooks.gather_metrics import GatherMetrics
 from trainer.hooks.save_on_main import SaveOnMain
 from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
+from trainer.models.head import train_mode
 from trainer.runtime import UserError
 from trainer.seeding import derive_seed, restore_generators
 from trainer.state import Run, loss_scale
@@ -99,7 +100,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
         resume_generators(run)
         return
     state.bad_images = state.bad_images if state.consumed else 0
-    run.model.train()
+    train_mode(run.model, run.config.freeze)
     losses: list[Tensor] = []
     for micro, batch in enumerate(timed(run.train_loader, run)):
         if micro == 0:

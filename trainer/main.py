@@ -43,14 +43,17 @@ def train(config: Config, processes: Processes) -> None:
     from trainer.hooks.seed_processes import SeedProcesses
     from trainer.hooks.set_epoch import SetEpoch
     from trainer.loop import fit
+    from trainer.models.build import check_model
     from trainer.output import create_output_dir, report_end
     from trainer.state import build_run
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
     checkpoint = find(config, processes)
+    with processes.together():
+        check_model(config, resumed=checkpoint is not None)
     data = load_data(config, processes)
-    run = build_run(config, processes, data, accelerator)
+    run = build_run(config, processes, data, accelerator, resumed=checkpoint is not None)
     hooks: tuple[Hook, ...] = (
         SetEpoch(),
         SeedProcesses(),

@@ -17,7 +17,8 @@ from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
 from trainer.ema import Ema
 from trainer.finite import Finite
-from trainer.models.build import batchnorm_layers, build_model, synchronise_batchnorm
+from trainer.models.build import batchnorm_layers, keep_strides, make_model, synchronise_batchnorm
+from trainer.models.head import freeze_backbone
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
 from trainer.seeding import derive_seed
@@ -129,6 +130,7 @@ class Run:
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
+        weights: where the model's weights came from.
     """
 
     config: Config
@@ -161,6 +163,7 @@ class Run:
     first_step: int = 0
     on_phase: Callable[[str], None] | None = None
     ema: Ema | None = None
+    weights: str = "random"
 
     @property
     def plan(self) -> BatchPlan:
@@ -214,31 +217,42 @@ def planned_steps(config: Config, updates: int) -> int:
     return updates if config.max_steps is None else min(updates, config.max_steps)
 
 
-def build_run(config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None) -> Run:
+def build_run(
+    config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module | None = None, resumed: bool = False
+) -> Run:
     """Build model, optimizer and loaders, and let the Accelerator prepare them. A collective.
 
     Args:
         module: a model of one's own instead of `config.model`'s, with the same weights on all ranks or not: DDP sends rank 0's.
+        resumed: a checkpoint will be restored: `config.weights` are not loaded.
 
     Raises:
-        UserError: BatchNorm statistics would differ between ranks.
+        UserError: the model cannot be built or does not fit the images, or BatchNorm statistics would differ between ranks.
     """
     torch.manual_seed(derive_seed(config.seed, "init"))
+    converted, weights, plan = 0, "random", data.plan
+    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
     if module is None:
         channels, height, width = data.train.shape
-        module = build_model(config.model, channels, (height, width), len(data.classes))
-    converted = 0
-    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
-    if synchronise and processes.control is not None:
+        last, classes = plan.micro_batches - 1, len(data.classes)
+        smallest = plan.size(last) if synchronise else plan.share(last, processes.count - 1)
+        module, weights = processes.local_main_first(lambda: make_model(config, channels, (height, width), classes, smallest, resumed))
+    # Without its BatchNorm layers, whose statistics stay: there are none to synchronise then.
+    frozen = config.freeze == "backbone"
+    if frozen:
+        freeze_backbone(config.model, module, len(data.classes))
+    if synchronise and processes.control is not None and not frozen:
         module, converted = synchronise_batchnorm(module, accelerator.device)
-    elif config.sync_bn == "on":
+    elif config.sync_bn == "on" and processes.control is None:
         raise UserError("--sync_bn on needs more than one process: leave it at auto", agreed=True)
-    if processes.count > 1 and not synchronise and not config.broadcast_buffers and batchnorm_layers(module):
+    if processes.count > 1 and not (synchronise or frozen or config.broadcast_buffers) and batchnorm_layers(module):
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )
     memory_format = torch.channels_last if channels_last(config, accelerator) else torch.contiguous_format
     module = module.to(memory_format=memory_format)
+    if processes.count > 1:
+        keep_strides(module)
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device)
     model, optimizer = accelerator.prepare(module, optimizer)
@@ -275,4 +289,5 @@ def build_run(config: Config, processes: Processes, data: Data, accelerator: "Ac
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
         # Only now are all ranks' weights rank 0's.
         ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
+        weights=weights,
     )

@@ -1,7 +1,7 @@
 """Which image is trained when and by which rank: against brute force, and through Accelerate's own sharding."""
 
 from fractions import Fraction
-from itertools import product
+from itertools import product, zip_longest
 
 import pytest
 import torch
@@ -146,8 +146,14 @@ def test_through_accelerates_shards(samples: int, processes: int) -> None:
         assert [[len(batch) for batch in batches] for batches in parts] == [
             [plan.share(micro, rank) for micro in range(plan.micro_batches)] for rank in range(processes)
         ]
-        # Rank 0's part first: the ranks' parts of a global batch, put together, are the next piece of the one global order.
-        dealt = [index for micro in range(plan.micro_batches) for batches in parts for index in batches[micro]]
+        # One by one: the ranks' parts of a global batch, put together in turn, are the next piece of the one global order.
+        dealt = [
+            index
+            for micro in range(plan.micro_batches)
+            for turn in zip_longest(*(batches[micro] for batches in parts))
+            for index in turn
+            if index is not None
+        ]
         assert dealt == order(samples, 0, 0)[: samples - plan.dropped]
         assert len(set(dealt)) == len(dealt) == samples - plan.dropped
 
@@ -161,7 +167,7 @@ def test_a_global_batch_holds_the_same_images_for_any_number_of_processes(sample
         plan = BatchPlan(samples, processes, 24 // processes, 1)
         assert plan.dropped == 0
         parts = shards(plan, epoch)
-        global_batches.append([[index for batches in parts for index in batches[micro]] for micro in range(plan.micro_batches)])
+        global_batches.append([sorted(index for batches in parts for index in batches[micro]) for micro in range(plan.micro_batches)])
     assert global_batches[0] == global_batches[1] == global_batches[2]
 
 

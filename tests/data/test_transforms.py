@@ -8,7 +8,7 @@ from PIL import Image
 from tests.helpers import Rows, png
 from trainer.data import transforms
 from trainer.data.dataset import ImageDataset, Shape
-from trainer.data.transforms import Normalize, pixel_statistics
+from trainer.data.transforms import Normalize, normalisation, pixel_statistics
 
 
 def images(mode: str, count: int = 23) -> tuple[ImageDataset, "numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]"]:
@@ -65,3 +65,18 @@ def test_normalize(mode: str, dtype: torch.dtype) -> None:
 def test_without_statistics_pixels_are_only_scaled() -> None:
     output = Normalize((0.0,), (1.0,))(torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3))
     torch.testing.assert_close(output.flatten(), torch.tensor([0.0, 0.2, 1.0]), rtol=0, atol=1e-7)
+
+
+def test_the_three_kinds_of_normalisation() -> None:
+    """ImageNet's numbers are torchvision's; a grey image has the averages over the colours."""
+    from torchvision.transforms._presets import ImageClassification
+
+    preset = ImageClassification(crop_size=224)
+    (grey, _), (colour, _) = images("L"), images("RGB")
+    assert normalisation("imagenet", colour) == (tuple(preset.mean), tuple(preset.std))
+    mean, std = normalisation("imagenet", grey)
+    assert mean == pytest.approx((0.449,))
+    assert std == pytest.approx((0.226,))
+    assert normalisation("none", colour) == ((0.0,) * 3, (1.0,) * 3)
+    assert normalisation("dataset", colour) == pixel_statistics(colour)
+    assert len({str(normalisation(kind, grey)) for kind in ("dataset", "none", "imagenet")}) == 3

@@ -7,7 +7,6 @@ from torch import nn
 
 from trainer.models.build import batchnorm_layers, build_model
 from trainer.models.convnet import ConvNet
-from trainer.runtime import UserError
 
 SHAPES = {
     "layer1.0.weight": (16, 1, 5, 5),
@@ -81,8 +80,3 @@ def test_fresh_weights_come_from_torchs_generator() -> None:
         weights.append(build_model("convnet", 1, (28, 28), 10).state_dict()["layer1.0.weight"])
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^--model must be convnet, but is resnet$"):
-        build_model("resnet", 1, (28, 28), 10)

@@ -16,10 +16,11 @@ TOLERANCE = 1e-3
 
 
 def check(subject: Subject) -> Result:
-    layers = batchnorm_layers(subject.module)
+    # Frozen ones normalise by their running statistics.
+    layers = [layer for layer in batchnorm_layers(subject.module) if layer.weight is None or layer.weight.requires_grad]
     plain = [layer for layer in layers if not isinstance(layer, SyncBatchNorm | torch.nn.SyncBatchNorm)]
     if not layers:
-        return Result("SKIPPED", "the model has no BatchNorm layer")
+        return Result("SKIPPED", "the model has no BatchNorm layer that is trained")
     if subject.count == 1:
         return Result("SKIPPED", f"one process: the {quantity(len(layers), 'layer')} see the whole batch")
     if plain:

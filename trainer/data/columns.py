@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.row_groups import StreamedRows
 from trainer.runtime import UserError
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ IMAGE_COLUMNS = ("image", "img", "pixel_values", "picture", "jpg", "png")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls")
 
 
-def names(columns: "dict[str, Any] | Dataset") -> str:
+def names(columns: "dict[str, Any] | Dataset | StreamedRows") -> str:
     """Names of splits, or of a split's columns, quoted."""
     return ", ".join(f"'{name}'" for name in (columns if isinstance(columns, dict) else columns.column_names))
 
@@ -25,7 +26,7 @@ def is_image_column(feature: Any) -> bool:
     return isinstance(feature, datasets.Image) or (isinstance(feature, datasets.Value) and "binary" in feature.dtype)
 
 
-def find_columns(name: str, train: "Dataset", image: str | None, label: str | None) -> tuple[str, str]:
+def find_columns(name: str, train: "Dataset | StreamedRows", image: str | None, label: str | None) -> tuple[str, str]:
     """The image column and the label column, named or found.
 
     Args:
@@ -55,8 +56,10 @@ def find_columns(name: str, train: "Dataset", image: str | None, label: str | No
     return image, label
 
 
-def undecoded(part: "Dataset", image: str, label: str) -> "Dataset":
-    """The two columns alone, as `image` ({"bytes", "path"}) and `label`."""
+def undecoded(part: Any, image: str, label: str) -> Any:
+    """The two columns alone, as `image` ({"bytes", "path"}) and `label`, of a `datasets.Dataset` or `StreamedRows`: the same again."""
+    if isinstance(part, StreamedRows):
+        return part.with_columns(image, label)
     import datasets
 
     part = part.select_columns([image, label]).rename_columns({old: new for old, new in ((image, "image"), (label, "label")) if old != new})

@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader
 from trainer.config import SMALLEST_SIDE, Config
 from trainer.data.dataset import Batch, ImageDataset, Shape, Transform, identity
 from trainer.data.decode import GREY_MODES, ImageError, describe, open_image, true_size
+from trainer.data.row_groups import StreamedRows
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
 from trainer.data.sources import Source, load_source
-from trainer.data.transforms import pixel_statistics, spread
+from trainer.data.stream import BlockSampler, StreamedImages, lanes_of, plan_reading
+from trainer.data.transforms import normalisation, spread
 from trainer.runtime import Processes, UserError
 from trainer.stops import leave_signals_to_trainer
 
@@ -56,7 +58,10 @@ class Data:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What the positions in an epoch refer to, for a resume to compare; made once."""
-        return {
+        blocks = {}
+        if isinstance(self.train.rows, StreamedRows):
+            blocks = {"row groups": hashlib.sha256(self.train.rows.blocks.numpy().tobytes()).hexdigest()[:12]}
+        return blocks | {
             "train": len(self.train),
             "test": len(self.test),
             "classes": list(self.classes),
@@ -81,7 +86,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     Raises:
         UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
-    source = processes.local_main_first(lambda: load_source(config))
+    source = find_source(config, processes)
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
         if config.augment in PRESETS:
@@ -94,6 +99,8 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
                 f"--cache {config.cache} keeps each image at its final size, but --augment {config.augment} takes another part of it in "
                 "each epoch: leave --cache out"
             )
+        if config.streaming:
+            plan_reading(train.rows, test.rows, config, processes)
         kept = [split for split in (train, test) if not split.random_crop]
         fits = places(sum(split.nbytes() for split in kept), config, processes, transform)
     common = set.intersection(*processes.all_gather(fits))
@@ -104,9 +111,26 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
                 split.decode_all()
             if cache == "device":
                 split.to(processes.state.device)
-    channels = train.shape[0]
-    mean, std = pixel_statistics(train, processes) if config.normalize == "dataset" else ((0.0,) * channels, (1.0,) * channels)
+    mean, std = normalisation(config.normalize, train, processes)
     return Data(train, test, source.test_split, source.classes, mean, std, plan, source.test_numbers, about)
+
+
+def find_source(config: Config, processes: Processes) -> Source:
+    """Find and open the data set. A collective.
+
+    Raises:
+        UserError: as `load_source`.
+    """
+    if not config.streaming:
+        return processes.local_main_first(lambda: load_source(config))
+    # Nothing is kept on the disk for the other ranks to find; all of them at once, they would ask the Hub for each footer and label.
+    found: list[Source | None] = [None]
+    with processes.together():
+        if processes.is_main:
+            found = [load_source(config)]
+    source = processes.broadcast(found[0])
+    assert source is not None
+    return source
 
 
 def places(nbytes: int, config: Config, processes: Processes, transform: Transform | None) -> set[str]:
@@ -121,6 +145,8 @@ def places(nbytes: int, config: Config, processes: Processes, transform: Transfo
     if config.cache == "device" and device.type != "cpu" and bound is not None:
         raise UserError(f"--cache device keeps the images where {bound} cannot reach them: use --cache ram")
     found = {"none"}
+    if config.streaming:
+        return found
     if nbytes * processes.local_count <= psutil.virtual_memory().available / 2:
         found.add("ram")
     if device.type == "cuda" and bound is None and nbytes <= torch.cuda.mem_get_info(device)[0] / 4:
@@ -137,7 +163,9 @@ def open_splits(source: Source, config: Config, transform: Transform | None) -> 
     skip = config.on_bad_image == "skip"
     colours, looked_at = 0, 0
     sizes: dict[tuple[int, int], str] = {}
-    indices = spread(len(source.train), LOOKED_AT).tolist()
+    # Of a stream, those that one reading brings.
+    rows = source.train.sizes[0] if isinstance(source.train, StreamedRows) else len(source.train)
+    indices = spread(rows, LOOKED_AT).tolist()
     for index in indices:
         number = source.train_numbers[index] if source.train_numbers is not None else index
         record = source.train[index]["image"]
@@ -167,7 +195,7 @@ def open_splits(source: Source, config: Config, transform: Transform | None) -> 
             )
     shape = Shape(mode, config.size or (height, width), resize=config.size is not None)
     crop = config.augment != "none" and sizes.keys() != {shape.size}
-    train = ImageDataset(
+    train = (StreamedImages if config.streaming else ImageDataset)(
         source.name,
         source.train,
         source.train_labels,
@@ -236,6 +264,8 @@ def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[Dat
         )
 
     sampler = EpochSampler(len(data.train), config.seed)
+    if isinstance(data.train.rows, StreamedRows):
+        sampler = BlockSampler(data.train.rows.blocks, config.seed, config.shuffle_buffer, lanes_of(data.train.rows))
     train = loader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan))
     largest_share = -(-len(data.test) // data.plan.processes)
     return train, loader(data.test, batch_size=min(config.eval_batch_size, largest_share)), sampler

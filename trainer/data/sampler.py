@@ -1,8 +1,8 @@
 """Which sample is trained when, and by which process: a function of (seed, epoch) alone.
 
 The global order is one permutation of the train split for each epoch, the same for any number of processes. It is cut into global
-batches of `batch size x processes`; each is split over the ranks. A sample travels as a key that carries its epoch, so that a
-persistent worker process knows the epoch without a side channel.
+batches of `batch size x processes`, each of which is dealt out to the ranks one by one. A sample travels as a key that carries its
+epoch, so that a persistent worker process knows the epoch without a side channel.
 """
 
 from collections.abc import Iterator
@@ -135,8 +135,12 @@ class EpochSampler(Sampler[int]):
         """Sample indices in the order of this epoch, from the first one."""
         return self._order().tolist()
 
+    def keys(self) -> Tensor:
+        """int64 (samples - start,): the keys in the order of this epoch, from the position on."""
+        return self._order()[self.start :] | pack_key(self.epoch, 0)
+
     def __iter__(self) -> Iterator[int]:
-        return iter((self._order()[self.start :] | pack_key(self.epoch, 0)).tolist())
+        return iter(self.keys().tolist())
 
 
 class RankBatchSampler(BatchSampler):
@@ -160,10 +164,10 @@ class RankBatchSampler(BatchSampler):
         return self.rest.micro_batches * self.plan.processes
 
     def __iter__(self) -> Iterator[list[int]]:
-        keys, plan = list(self.sampler), self.rest
-        start = 0
+        # A tensor: as a list, the keys of ten million samples would take 400 MB.
+        keys, plan = self.sampler.keys(), self.rest
         for micro in range(plan.micro_batches):
+            start = micro * plan.micro_batch_size
+            batch = keys[start : start + plan.size(micro)].tolist()
             for rank in range(plan.processes):
-                end = start + plan.share(micro, rank)
-                yield keys[start:end]
-                start = end
+                yield batch[rank :: plan.processes]

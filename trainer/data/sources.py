@@ -5,17 +5,20 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainer.config import Config
 from trainer.data.columns import find_columns, names, undecoded
 from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, find_splits, load_folders, visible
 from trainer.data.labels import encode, hold_out
+from trainer.data.row_groups import StreamedRows, open_streams
 from trainer.data.tables import KINDS, METADATA, find_texts, kind_of, load_tables
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    Rows: TypeAlias = Dataset | StreamedRows
 
 EMBEDDED = Path(__file__).parent / "mnist5k"
 ALIASES = {"mnist5k": str(EMBEDDED), "mnist": "ylecun/mnist"}
@@ -36,8 +39,8 @@ class Source:
     """
 
     name: str
-    train: "Dataset"
-    test: "Dataset"
+    train: "Rows"
+    test: "Rows"
     test_split: str
     classes: tuple[str, ...]
     train_labels: list[int]
@@ -51,7 +54,7 @@ def load_source(config: Config) -> Source:
 
     Args:
         config: those two, `dataset_config`, `train_split`, `eval_split`, `image_column`, `label_column`, `val_fraction` and, with the
-            last, `seed`.
+            last, `seed`; `streaming` leaves the files where they are, see stream.py.
 
     Raises:
         UserError: it cannot be found, reached or read, or lacks a split, an image column, a label column or a second class.
@@ -80,7 +83,7 @@ def load_source(config: Config) -> Source:
     return Source(name, train, test, HELD_OUT, classes, train_labels, test_labels, *rows)
 
 
-def _choose_splits(name: str, splits: "dict[str, Dataset]", config: Config) -> tuple[str, str | None]:
+def _choose_splits(name: str, splits: "dict[str, Rows]", config: Config) -> tuple[str, str | None]:
     """The split to train on, and the one to evaluate on; None where that is to be held out."""
     for flag, split in (("--train_split", config.train_split), ("--eval_split", config.eval_split)):
         if split is not None and split not in splits:
@@ -101,7 +104,7 @@ def _choose_splits(name: str, splits: "dict[str, Dataset]", config: Config) -> t
     return train, test
 
 
-def _load_splits(config: Config) -> "dict[str, Dataset]":
+def _load_splits(config: Config) -> "dict[str, Rows]":
     import datasets
 
     if not (sys.stderr.isatty() and env_int("RANK", 0) == 0):
@@ -115,6 +118,8 @@ def _load_splits(config: Config) -> "dict[str, Dataset]":
     if local:
         _check_place(name, place, config.data_dir is not None)
     try:
+        if config.streaming:
+            return dict(open_streams(name, datasets.load_dataset_builder(place, config.dataset_config)))
         if local:
             return _load_local(name, place, config)
         loaded: dict[str, Dataset] = datasets.load_dataset(place, config.dataset_config)
@@ -165,7 +170,7 @@ def _broken_file(place: str) -> Path | None:
     return None
 
 
-def _load_local(name: str, place: str, config: Config) -> "dict[str, Dataset]":
+def _load_local(name: str, place: str, config: Config) -> "dict[str, Rows]":
     import datasets
 
     if config.data_dir is not None:

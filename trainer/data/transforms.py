@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.dataset import ImageDataset
+from trainer.data.row_groups import StreamedRows
 from trainer.runtime import Processes
 
 # Images that mean and deviation are measured of, at most; and bytes of them at once.
 MEASURED, CHUNK_BYTES = 5000, 1 << 22
+# Of ImageNet's training images, as torchvision's ImageClassification preset has them: red, green, blue.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalize(nn.Module):
@@ -34,6 +37,19 @@ class Normalize(nn.Module):
         return images.to(self.mean.dtype, memory_format=self.memory_format).div_(255).sub_(self.mean).div_(self.std)
 
 
+def normalisation(kind: str, dataset: ImageDataset, processes: Processes | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel that `--normalize` asks for; for grey images 'imagenet' takes the averages over the colours.
+
+    A collective; see `pixel_statistics`.
+    """
+    channels = dataset.shape[0]
+    if kind == "dataset":
+        return pixel_statistics(dataset, processes)
+    if kind == "imagenet":
+        return (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((sum(IMAGENET_MEAN) / 3,), (sum(IMAGENET_STD) / 3,))
+    return (0.0,) * channels, (1.0,) * channels
+
+
 def spread(length: int, count: int) -> Tensor:
     """At most `count` of the numbers 0..length - 1, evenly spread, int64."""
     count = min(length, count)
@@ -53,12 +69,13 @@ def pixel_statistics(dataset: ImageDataset, processes: Processes | None = None) 
         UserError: an image cannot be read.
     """
     channels, (height, width) = dataset.shape[0], dataset.size
-    indices = spread(len(dataset), MEASURED)
+    streamed = isinstance(dataset.rows, StreamedRows)
+    indices = dataset.rows.spread(MEASURED) if streamed else spread(len(dataset), MEASURED)
     if processes is None:
         parts = [_sums(dataset, indices)]
     else:
         with processes.together():
-            own = _sums(dataset, indices[processes.rank :: processes.count])
+            own = _sums(dataset, indices.tensor_split(processes.count)[processes.rank])
         parts = processes.all_gather(own)
     total, squares = ([sum(part[kind][channel] for part in parts) for channel in range(channels)] for kind in (0, 1))
     count = len(indices) * height * width

@@ -14,6 +14,7 @@ import torch
 
 from trainer.accelerator import describe_precision
 from trainer.config import Config
+from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
@@ -244,10 +245,22 @@ def describe_extras(config: Config) -> list[tuple[str, str]]:
 
 
 def place_of_images(run: Run) -> str:
-    images = run.data.train.images
+    images, rows = run.data.train.images, run.data.train.rows
+    if isinstance(rows, StreamedRows):
+        return (
+            f"streamed from {len(rows.files)} files, {len(rows.blocks)} row groups; a loading process keeps at most "
+            f"{min(len(rows), rows.capacity)} images ({rows.nbytes(rows.capacity) / 1e6:.0f} MB)"
+        )
     if images is None:
         return "decoded each time"
     return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
+
+
+def count_parameters(run: Run) -> str:
+    """All parameters, and those that are trained where it is not all."""
+    parameters = list(run.module.parameters())
+    total, trained = (sum(parameter.numel() for parameter in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+    return f"{total:,} parameters" if trained == total else f"{trained:,} of {total:,} parameters trained"
 
 
 def describe_images(run: Run) -> str:
@@ -285,7 +298,8 @@ def describe(run: Run) -> list[tuple[str, str]]:
             f"images {shape}, {place_of_images(run)}",
         ),
         ("images", describe_images(run)),
-        ("model", f"{config.model}, {sum(p.numel() for p in run.module.parameters()):,} parameters"),
+        ("model", f"{config.model}, {count_parameters(run)}"),
+        ("weights", run.weights),
         (
             "batch",
             f"{plan.batch_size} a process x {plan.processes} processes x {plan.accumulation} accumulation "
