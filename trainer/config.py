@@ -50,7 +50,7 @@ class DataConfig:
     """1: grey, 3: colour; 'auto': grey when 64 training images, spread over the split, are all grey"""
     on_bad_image: Literal["error", "skip"] = "error"
     """an image that cannot be read ends the run ('error'), or another one is trained on instead, and it is left out of the evaluation, and
-    counted ('skip')"""
+    counted ('skip'); the doctor names them all"""
     batch_size: int | None = None
     """images a process takes through the model at once; unset: 32, or what --global_batch_size asks for (short: -b)"""
     global_batch_size: int | None = None

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from tests.helpers import ids_of, make_run, needed_hooks, write_ids
 from tests.ranks import Ranks, alone
+from trainer.data.dataset import LEFT_OUT
 from trainer.hooks.base import Hook, HookList
 from trainer.hooks.gather_metrics import GatherMetrics
 from trainer.loop import evaluate
 from trainer.metrics import Totals
 from trainer.models.convnet import ConvNet
-from trainer.runtime import Processes
+from trainer.runtime import Processes, RunError
 from trainer.state import Run
 
 
@@ -62,7 +63,7 @@ def test_each_image_once_on_one_two_and_three_processes(two_ranks: Ranks, three_
 
 
 def test_metrics_of_known_predictions() -> None:
-    """Nine images in batches of five and four: 8/9 right, and the mean loss is that of all nine."""
+    """Nine images in batches of five and four, and one left out: 8/9 right, and the mean loss is that of all nine."""
     totals = Totals.zeros(3, torch.device("cpu"))
     labels = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     predictions = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 0])
@@ -70,13 +71,17 @@ def test_metrics_of_known_predictions() -> None:
     in_top5 = torch.tensor([True] * 7 + [False] * 2)
     for part in (slice(0, 5), slice(5, 9)):
         totals.add(labels[part], predictions[part], in_top5[part], losses[part])
+    totals.add(torch.tensor([LEFT_OUT]), torch.tensor([2]), torch.tensor([False]), torch.tensor([0.0]))
     assert totals.metrics() == {
         "acc1": 100 * 8 / 9,
         "acc5": 100 * 7 / 9,
         "loss": 4.0,
         "samples": 9,
         "confusion": [[3, 0, 0], [0, 3, 0], [1, 0, 2]],
+        "bad_images": 1,
     }
+    with pytest.raises(RunError, match="none of the 0 images to evaluate on can be read"):
+        Totals.zeros(3, torch.device("cpu")).metrics()
 
 
 def test_a_wrong_count_is_an_error(tmp_path: Path) -> None:
