@@ -1,10 +1,15 @@
 """Streaming: each sample once an epoch from unequal files, on any number of ranks and workers, in bounded memory, exact after a resume."""
 
+import gc
+import multiprocessing
 import os
+import pickle
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +91,10 @@ def test_the_order_is_a_permutation_that_seed_and_epoch_rule(blocks: list[int], 
     assert orders == [order(blocks, buffer, lanes, seed, epoch) for lanes in (1, 8) for seed in (0, 1) for epoch in (0, 1, 2)]
     if sum(blocks) > 100:
         assert len(set(map(tuple, orders))) == len(orders)
+    if buffer == 1 and len(blocks) == 30:
+        of_blocks = [tuple(dict.fromkeys(row // 10 for row in order(blocks, 1, 1, seed, epoch))) for seed in (0, 1) for epoch in (0, 1)]
+        assert all(sorted(one) == list(range(30)) for one in of_blocks)
+        assert len(set(of_blocks)) == 4
 
 
 def test_a_row_group_is_spread_over_its_lane_and_the_buffer_only() -> None:
@@ -283,6 +292,40 @@ def test_without_room_they_are_read_again_and_again(many_blocks: Splits) -> None
     assert rows.reads > 150, "45 are needed"
 
 
+def test_what_comes_next_is_read_ahead(shards: Path) -> None:
+    """As far as the lane goes; the copies of a worker, forked or pickled, begin anew."""
+    rows = rows_of(shards)
+    rows.ahead, rows.capacity = 2, 1000
+    rows.follow(torch.tensor([3, 1, 7, 0, 5, 4, 2, 6, 8, 9, 10, 11, 12]), torch.tensor([False, False, True] + [False] * 9))
+    for block, coming in ((3, [1, 7]), (7, [1]), (1, []), (5, [4, 2])):
+        assert rows[rows.starts[block]]["image"]["bytes"]
+        assert list(rows.coming) == coming
+    for copied in (rows, pickle.loads(pickle.dumps(rows))):
+        here, there = multiprocessing.get_context("fork").Pipe()
+        child = multiprocessing.get_context("fork").Process(target=send_rows, args=(copied, (4, 2, 6), there))
+        child.start()
+        assert here.poll(30), "it waits for a thread that it has not"
+        assert here.recv() == ([rows[rows.starts[block]] for block in (4, 2, 6)], [8, 9])
+        child.join()
+
+
+def send_rows(rows: StreamedRows, blocks: tuple[int, ...], there: Connection) -> None:
+    there.send(([rows[rows.starts[block]] for block in blocks], list(rows.coming)))
+
+
+def test_the_loader_reads_ahead_in_the_order_of_each_epoch(shards: Path) -> None:
+    with alone_run(shards, streaming=True, shuffle_buffer=1, batch_size=8) as run:
+        for epoch in (0, 1):
+            run.train_loader.set_epoch(epoch)
+            assert len(list(run.train_loader)) == 13
+            found = run.data.train.rows.following
+            follow(run.data.train.rows, run.config.seed, epoch)
+            assert found == run.data.train.rows.following
+            assert len(found) > 3
+        follow(run.data.train.rows, run.config.seed, 0)
+        assert found != run.data.train.rows.following
+
+
 def test_memory_is_flat(tmp_path: Path) -> None:
     """120 MB in 2,000 row groups, of which a process keeps 4."""
     rows, _ = splits = write_rows(tmp_path / "rows", [8] * 2000, 7_500)
@@ -343,6 +386,13 @@ def test_statistics_are_those_of_a_sample(tmp_path: Path, monkeypatch: pytest.Mo
     assert abs(everything.mean[0] - data.mean[0]) < 0.01
 
 
+def test_other_row_groups_are_other_data(tmp_path: Path) -> None:
+    """For a resume: the order is made of them."""
+    one = alone(loaded, write_stream(tmp_path / "one", ((20, 5),)), {"streaming": True}).fingerprint
+    other = alone(loaded, write_stream(tmp_path / "other", ((20, 4),)), {"streaming": True}).fingerprint
+    assert {name for name in one if one[name] != other[name]} == {"row groups"}
+
+
 def loaded(processes: Processes, folder: Path, knobs: dict[str, Any]) -> Any:
     return load_data(Config(dataset=str(folder), **knobs), processes)
 
@@ -373,23 +423,25 @@ def test_from_a_hub_each_row_group_is_fetched_once_for_all_workers(shards: Path,
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     temporary.mkdir()
     variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "TMPDIR": str(temporary), "HF_HUB_DISABLE_XET": "1"}
-    flags = ("--streaming", "--num_workers", "2", "--epochs", "2", "--batch_size", "8", "--output_dir", "out")
+    flags = ("--streaming", "--normalize", "none", "--num_workers", "2", "--epochs", "2", "--batch_size", "8", "--output_dir", "out")
     with started("python", MAIN, "--dataset", "some/digits", *flags, cwd=tmp_path, variables=variables) as child:
         done = finish(child, tmp_path / "out")
     assert done.code == 0, done.errors
     assert done.json("results.json")["samples"] == 200
-    assert "streamed from 4 files, 13 row groups; a loading process keeps at most 100 images" in done.row("data")
-    chunks: Counter[tuple[str, int]] = Counter((file, first) for file, first, _ in hub.ranges)
+    assert done.row("data").endswith("100 train / 16 test, 10 classes, images 1 x 8 x 8, streamed")
+    assert re.fullmatch(r"4 files, 13 row groups; a loading process keeps at most 100 images \(0 MB\)", done.row("streaming"))
+    asked = Counter(hub.ranges)
     for number, (file, group) in enumerate(rows_of(folder).groups):
-        column = file.metadata.row_group(group).column(0)
-        fetched = chunks[Path(file.path).name, column.dictionary_page_offset or column.data_page_offset]
+        bytes_and_path = [file.metadata.row_group(group).column(leaf) for leaf in (0, 1)]
+        first = bytes_and_path[0].dictionary_page_offset or bytes_and_path[0].data_page_offset
+        last = first + sum(leaf.total_compressed_size for leaf in bytes_and_path) - 1
         # The very first image has told the size, before.
-        assert fetched == 1 + (number == 0), hub.ranges
+        assert asked[Path(file.path).name, first, last] == 1 + (number == 0), hub.ranges
     assert not [*home.rglob("*.parquet"), *home.rglob("*.arrow")]
-    assert list(temporary.iterdir()) == []
+    assert not list(temporary.glob("trainer-stream-*"))
 
 
-def test_the_spool_fetches_once_and_keeps_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_spool_fetches_once_and_keeps_few(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -407,5 +459,18 @@ def test_the_spool_fetches_once_and_keeps_few(tmp_path: Path, monkeypatch: pytes
     assert sorted(file.stem for file in spool.folder.glob("*.arrow")) == ["0", "2", "3"]
     spool.table(1, lambda: fetch(1))
     assert fetched == [0, 1, 2, 3, 1]
+    rows = rows_of(shards)
+    rows.spool = spool
+    assert rows[0]["image"]["bytes"]
+    folder = spool.folder
     spool.remove()
+    assert list(tmp_path.iterdir()) == []
+    folder.write_text("in the way")
+    with pytest.raises(ImageError, match=f"cannot be kept in {folder} .*set TMPDIR to a folder of a larger one$"):
+        rows[99]
+    folder.unlink()
+    folder.mkdir()
+    del spool
+    rows.spool = None
+    gc.collect()
     assert list(tmp_path.iterdir()) == []

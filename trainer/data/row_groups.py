@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.data.decode import ImageError
 from trainer.data.spool import Spool
-from trainer.runtime import UserError
+from trainer.runtime import RunError, UserError
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, Features
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 CONNECTIONS = 16
 # Row groups that a sample of the split is taken from.
 RUNS = 50
+
+
+class FetchError(RunError):
+    """A file of the Hub that cannot be read. A worker's comes with a traceback as its text, see `ImageError`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition("FetchError: ")[2].strip())
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class StreamedRows:
         """Row number `place` as {"image": {"bytes", "path"}}, of a list or range of rows that column; for 'label', that column of all rows.
 
         Raises:
-            ImageError: the file cannot be read.
+            ImageError, FetchError: the file cannot be read.
         """
         if place == "label":
             with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -195,8 +202,15 @@ class StreamedRows:
                     self.coming.popitem(last=False)
 
     def _read(self, block: int) -> Any:
-        table = self._fetch(block) if self.spool is None else self.spool.table(block, lambda: self._fetch(block))
-        return table.column(0)
+        if self.spool is None:
+            return self._fetch(block).column(0)
+        try:
+            return self.spool.table(block, lambda: self._fetch(block)).column(0)
+        except OSError as error:
+            raise ImageError(
+                f"{self.name}: what is fetched cannot be kept in {self.spool.folder} ({error}): free some of that disk, or set "
+                "TMPDIR to a folder of a larger one"
+            ) from None
 
     def _fetch(self, block: int) -> Any:
         file, group = self.groups[block]
@@ -220,9 +234,9 @@ class StreamedRows:
                 with pyarrow.parquet.ParquetFile(source, metadata=file.metadata, pre_buffer=file.remote) as parquet:
                     yield parquet
         except Exception as error:
-            raise ImageError(unreadable(self.name, file.path, error)) from None
+            raise (FetchError if file.remote else ImageError)(unreadable(self.name, file.path, error)) from None
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest row group, undecoded."""
         return max(file.image_bytes(group, self.image) for file, group in self.groups)
@@ -264,7 +278,7 @@ def opened(path: str) -> Iterator[tuple[Any, int]]:
 
 def unreadable(name: str, path: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
-    mend = "check the network, and go on with --resume" if is_remote(path) else "replace or remove it"
+    mend = "check the network and start again, where there is a checkpoint with --resume" if is_remote(path) else "replace or remove it"
     return f"{name}: the Parquet file {path} cannot be read ({reason[:200]}): {mend}"
 
 
@@ -274,7 +288,7 @@ def open_streams(name: str, builder: "DatasetBuilder") -> dict[str, StreamedRows
     Raises:
         UserError: its files are not Parquet files, or one of them cannot be read.
     """
-    if builder.name != "parquet":
+    if builder.name != "parquet" or not builder.config.data_files:
         raise UserError(
             f"{name}: --streaming reads Parquet files, but this data set is kept as '{builder.name}': leave --streaming out "
             "(files of single images are read one by one anyway), or save it as Parquet (`to_parquet` of datasets)"

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Spool:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-stream-"))
+        # In this process only, and when multiprocessing has ended the workers.
+        Finalize(self, shutil.rmtree, (self.folder, True), exitpriority=-1)
 
     def table(self, number: int, fetch: Callable[[], Any]) -> Any:
         """Row group `number` as a `pyarrow.Table`; `fetch` gets it where no process has done so, while the others wait."""

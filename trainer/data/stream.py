@@ -140,4 +140,5 @@ def plan_reading(train: StreamedRows, test: StreamedRows, config: Config, proces
         if config.num_workers > 1 and rows.remote:
             # Twice: not all workers are at the same place of the epoch.
             rows.spool = spool = Spool(2 * rows.nbytes(rows.capacity))
+            # At a sudden end too, which Python's own clearing up is not part of.
             processes.at_exit.append(lambda code, reason, spool=spool: spool.remove())  # type: ignore[misc]

@@ -245,14 +245,9 @@ def describe_extras(config: Config) -> list[tuple[str, str]]:
 
 
 def place_of_images(run: Run) -> str:
-    images, rows = run.data.train.images, run.data.train.rows
-    if isinstance(rows, StreamedRows):
-        return (
-            f"streamed from {len(rows.files)} files, {len(rows.blocks)} row groups; a loading process keeps at most "
-            f"{min(len(rows), rows.capacity)} images ({rows.nbytes(rows.capacity) / 1e6:.0f} MB)"
-        )
+    images = run.data.train.images
     if images is None:
-        return "decoded each time"
+        return "streamed" if run.config.streaming else "decoded each time"
     return "decoded once into memory" if images.device.type == "cpu" else f"decoded once onto {images.device}"
 
 
@@ -313,6 +308,13 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("output", str(run.output_dir)),
         *(("resume", note) for note in run.resume_notes),
     ]
+    stream = run.data.train.rows
+    if isinstance(stream, StreamedRows):
+        streaming = (
+            f"{len(stream.files)} files, {len(stream.sizes)} row groups; a loading process keeps at most "
+            f"{min(len(stream), stream.capacity)} images ({stream.nbytes(stream.capacity) / 1e6:.0f} MB)"
+        )
+        rows.insert([name for name, _ in rows].index("data") + 1, ("streaming", streaming))
     if plan.dropped:
         rows.append(("note", f"{plan.dropped} images of each epoch are left out: the last batch has fewer than {plan.processes} processes"))
     return rows
