@@ -10,11 +10,12 @@ uneven light and noise, so that neither colour, size nor brightness tells the ki
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 from PIL import Image
 
-Array = numpy.ndarray
+Array = Any  # float64 (height, width)
 Generator = numpy.random.Generator
 
 
