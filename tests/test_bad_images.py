@@ -48,8 +48,7 @@ def without_counts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "bad_images"} for entry in entries]
 
 
-@pytest.mark.parametrize("cache", ["ram", "none"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "cache"), [(1, "ram"), (2, "none")])
 def test_the_run_is_that_of_the_good_images(
     two_ranks: Ranks, tmp_path: Path, bad_set: Path, good_set: Path, processes: int, cache: str
 ) -> None:
@@ -116,6 +115,7 @@ def test_launched(tmp_path: Path) -> None:
     assert [line.rpartition(" ")[2] for line in done.lines if line.startswith("eval ")] == ["1", "1"]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["bad_images"], results["evaluated_samples"]) == (3, 15)
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["classes"] == ["cat", "dog"]
     images = next(line for line in done.lines if line.strip().startswith("images"))
     assert "resized from 40 x 32 to 47 x 32, random parts in training, else the centre" in images
     assert images.endswith("; augmented (light); what cannot be read is skipped")

@@ -147,6 +147,63 @@ def test_images_of_several_sizes_become_one(tmp_path: Path) -> None:
         assert data.about.endswith(", resized from 8 x 8 to 16 x 40, the centre")
 
 
+def write_every_kind(folder: Path) -> None:
+    """Files of every kind, of several sizes, each of one colour: orange in train/orange, dark grey in train/grey."""
+    orange, grey = (255, 128, 0), 64
+    palette = Image.new("P", (20, 30), 1)
+    palette.putpalette([0, 0, 0, *orange])
+    deep = {dtype: Image.fromarray(numpy.full((30, 20), 64 * 257, dtype)) for dtype in ("uint16", ">u2", "int32")}
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    kinds: list[tuple[str, Image.Image, dict[str, Any]]] = [
+        ("orange/rgb.png", Image.new("RGB", (16, 16), orange), {}),
+        ("orange/rgb.jpg", Image.new("RGB", (90, 70), orange), {"quality": 95}),
+        ("orange/turned.JPEG", Image.new("RGB", (40, 64), orange), {"quality": 95, "exif": turned}),
+        ("orange/cmyk.jpg", Image.new("CMYK", (30, 30), (0, 127, 255, 0)), {"quality": 95}),
+        ("orange/cmyk.tif", Image.new("CMYK", (30, 30), (0, 127, 255, 0)), {}),
+        ("orange/alpha.png", Image.new("RGBA", (30, 40), (*orange, 0)), {}),
+        ("orange/alpha.webp", Image.new("RGBA", (30, 40), (*orange, 255)), {"lossless": True}),
+        ("orange/palette.png", palette, {}),
+        ("orange/transparent.png", palette, {"transparency": b"\x10\x80"}),
+        ("orange/palette.gif", palette, {"transparency": 1}),
+        ("orange/rgb.bmp", Image.new("RGB", (33, 21), orange), {}),
+        ("orange/rgb.ppm", Image.new("RGB", (33, 21), orange), {}),
+        ("grey/l.png", Image.new("L", (16, 16), grey), {}),
+        ("grey/l.jpg", Image.new("L", (200, 100), grey), {"quality": 95}),
+        ("grey/la.png", Image.new("LA", (20, 20), (grey, 0)), {}),
+        ("grey/16.png", deep["uint16"], {}),
+        ("grey/16.tif", deep["uint16"], {}),
+        ("grey/16b.tiff", deep[">u2"], {}),
+        ("grey/32.tiff", deep["int32"], {}),
+        ("grey/16.pgm", deep["int32"], {}),
+        ("black/1.png", Image.new("1", (20, 20), 0), {}),
+        ("black/1.tif", Image.new("1", (20, 20), 0), {}),
+    ]
+    for split in ("train", "val"):
+        for name, image, options in kinds:
+            path = folder / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path, **options)
+
+
+def every_kind(processes: Processes, folder: Path, cache: str) -> tuple[Tensor, list[str]]:
+    data = load_data(Config(data_dir=str(folder), image_size="12x16", cache=cache), processes)
+    assert torch.equal(data.train.gather(range(len(data.train))), data.test.gather(range(len(data.test))))
+    return data.train.gather(range(len(data.train))), [data.classes[label] for label in data.train.labels.tolist()]
+
+
+def test_a_folder_of_every_kind_of_image(two_ranks: Ranks, tmp_path: Path) -> None:
+    write_every_kind(tmp_path)
+    images, classes = alone(every_kind, tmp_path, "ram")
+    assert images.shape == (22, 3, 12, 16)
+    colours = torch.tensor([{"orange": (255, 128, 0), "grey": (64, 64, 64), "black": (0, 0, 0)}[name] for name in classes])
+    assert int((images.int() - colours[:, :, None, None]).abs().max()) <= 3
+    for cache in ("ram", "none"):
+        for found, names in two_ranks.run(every_kind, tmp_path, cache):
+            assert torch.equal(found, images)
+            assert names == classes
+
+
 @pytest.mark.parametrize("augment", ["light", "trivialaugment"])
 def test_what_needs_the_original_is_not_kept_decoded(tmp_path: Path, augment: str) -> None:
     """The test split is, and the training images too where they have their final size already."""
