@@ -302,7 +302,7 @@ def test_what_comes_next_is_read_ahead(shards: Path) -> None:
         assert list(rows.coming) == coming
     for copied in (rows, pickle.loads(pickle.dumps(rows))):
         here, there = multiprocessing.get_context("fork").Pipe()
-        child = multiprocessing.get_context("fork").Process(target=send_rows, args=(copied, (4, 2, 6), there))
+        child = multiprocessing.get_context("fork").Process(target=send_rows, args=(copied, (4, 2, 6), there), daemon=True)
         child.start()
         assert here.poll(30), "it waits for a thread that it has not"
         assert here.recv() == ([rows[rows.starts[block]] for block in (4, 2, 6)], [8, 9])
