@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest
@@ -300,6 +301,8 @@ def test_what_comes_next_is_read_ahead(shards: Path) -> None:
     for block, coming in ((3, [1, 7]), (7, [1]), (1, []), (5, [4, 2])):
         assert rows[rows.starts[block]]["image"]["bytes"]
         assert list(rows.coming) == coming
+    # Until the threads wait for work: a child that took them for its own would leave it to them.
+    time.sleep(0.2)
     for copied in (rows, pickle.loads(pickle.dumps(rows))):
         here, there = multiprocessing.get_context("fork").Pipe()
         child = multiprocessing.get_context("fork").Process(target=send_rows, args=(copied, (4, 2, 6), there), daemon=True)
