@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest
@@ -31,7 +32,7 @@ from trainer.config import Config
 from trainer.data import stream, transforms
 from trainer.data.decode import ImageError
 from trainer.data.loaders import load_data
-from trainer.data.row_groups import StreamedRows
+from trainer.data.row_groups import CONNECTIONS, StreamedRows
 from trainer.data.sampler import BatchPlan, RankBatchSampler, unpack_key
 from trainer.data.sources import load_source
 from trainer.data.spool import Spool
@@ -300,6 +301,10 @@ def test_what_comes_next_is_read_ahead(shards: Path) -> None:
     for block, coming in ((3, [1, 7]), (7, [1]), (1, []), (5, [4, 2])):
         assert rows[rows.starts[block]]["image"]["bytes"]
         assert list(rows.coming) == coming
+    # All threads are there and wait for work: a child that took them for its own would leave it to them.
+    assert rows.readers is not None
+    for future in [rows.readers.submit(time.sleep, 0.1) for _ in range(CONNECTIONS)]:
+        future.result()
     for copied in (rows, pickle.loads(pickle.dumps(rows))):
         here, there = multiprocessing.get_context("fork").Pipe()
         child = multiprocessing.get_context("fork").Process(target=send_rows, args=(copied, (4, 2, 6), there), daemon=True)
