@@ -149,7 +149,7 @@ def test_a_large_test_split_is_cut_with_the_tail_that_it_has(two_ranks: Ranks, t
 def test_a_users_mistake_is_one_sentence(tmp_path: Path) -> None:
     done = run(tmp_path, "python", DOCTOR, "--dataset", "./nowhere")
     assert done.code == 2
-    assert done.sentences() == ["error: --dataset ./nowhere: a local data set is a folder, and ./nowhere is not there"]
+    assert done.sentences() == ["error: --dataset ./nowhere: a local data set is a folder or a file, and ./nowhere is not there"]
     assert not done.frames()
     assert run(tmp_path, "python", DOCTOR, "--epoch", "3").errors == "error: unknown flag --epoch: did you mean --epochs?\n"
 

@@ -186,7 +186,7 @@ def write_every_kind(folder: Path) -> None:
             image.save(path, **options)
 
 
-def every_kind(processes: Processes, folder: Path, cache: str) -> tuple[Tensor, list[str]]:
+def every_kind(processes: Processes, folder: Path, cache: Any) -> tuple[Tensor, list[str]]:
     data = load_data(Config(data_dir=str(folder), image_size="12x16", cache=cache), processes)
     assert torch.equal(data.train.gather(range(len(data.train))), data.test.gather(range(len(data.test))))
     return data.train.gather(range(len(data.train))), [data.classes[label] for label in data.train.labels.tolist()]
