@@ -490,7 +490,7 @@ MISTAKES: dict[str, Mistake] = {
         "--weights evil.safetensors", "evil.safetensors cannot be read", "give another file", evil("evil.safetensors")
     ),
     # Recipes
-    "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are mnist, mnist5k, tutorial"),
+    "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are imagefolder, mnist, mnist5k, tutorial"),
     "a recipe that is a folder": Mistake(
         "--config recipe.yaml", "recipe.yaml", "there is no file", lambda place: (place.folder / "recipe.yaml").mkdir()
     ),
