@@ -157,7 +157,8 @@ def forward_backward(run: Run, plan: BatchPlan, micro: int, batch: Batch, positi
         else:
             loss = mixture.loss(logits, labels, config.label_smoothing)
         run.at("backward")
-        run.accelerator.backward(loss * plan.loss_weight(micro, rank))
+        weight = plan.loss_weight(micro, rank)
+        run.accelerator.backward(loss if weight == 1 else loss * weight)
     return loss.detach()
 
 

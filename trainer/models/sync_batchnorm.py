@@ -23,12 +23,17 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dims = [0, *range(2, x.dim())]
+        dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         channels = x.shape[1]
-        variance, mean = torch.var_mean(x.to(weight.dtype), dims, correction=0)
+        # Corrected two passes (Chan, Golub, LeVeque 1983): as exact as var_mean, which takes ten times as long on a CPU.
+        mean = x.mean(dims, dtype=weight.dtype)
         count = mean.new_full((channels,), x.numel() / channels)
+        centred = x - mean.view(shape)
+        correction = centred.mean(dims)
+        mean = mean + correction
+        squares = centred.square_().sum(dims) - count * correction.square()
         gathered = mean.new_empty(dist.get_world_size(group), 3, channels)
-        dist.all_gather(list(gathered), torch.stack([count, mean, variance * count]), group=group)
+        dist.all_gather(list(gathered), torch.stack([count, mean, squares]), group=group)
         counts, means, moments = gathered.unbind(1)
         total = counts.sum(0)
         mean = (means * counts).sum(0) / total
@@ -44,13 +49,16 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         shape = [1, -1, *[1] * (x.dim() - 2)]
         dims = [0, *range(2, x.dim())]
-        wide = grad.to(weight.dtype)
-        normalized = (x.to(weight.dtype) - mean.view(shape)) * inverse_std.view(shape)
-        sums = torch.stack([wide.sum(dims), (wide * normalized).sum(dims)])
-        grad_bias, grad_weight = sums.clone()
+        centred, wide = x - mean.view(shape), grad.to(weight.dtype)
+        grad_bias = wide.sum(dims)
+        grad_weight = (wide * centred).sum(dims) * inverse_std
+        sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums, group=ctx.group)
-        mean_grad, mean_grad_normalized = (sums / total).unsqueeze(-1).view(2, *shape)
-        grad_x = (wide - mean_grad - normalized * mean_grad_normalized) * (weight * inverse_std).view(shape)
+        mean_grad, mean_grad_normalized = sums / total
+        scale = weight * inverse_std
+        # scale x (grad - mean_grad - normalised x mean_grad_normalized), in two passes.
+        constant, slope = -scale * mean_grad, -scale * inverse_std * mean_grad_normalized
+        grad_x = torch.addcmul(constant.view(shape), centred, slope.view(shape)).addcmul_(wide, scale.view(shape))
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None
 
 
