@@ -39,7 +39,8 @@ def limited(megabytes: int | None) -> Iterator[None]:
 
 def fitted(processes: Processes, folder: Path, limits: list[int | None], knobs: dict[str, Any]) -> tuple[int, int, int, str | None]:
     """Batch, accumulation and updates of the run that results, and its row in the block before training."""
-    config = Config(dataset=str(folder), auto_batch_size=True, cpu_threads=1, model="tests.test_auto_batch:hungry", **knobs)
+    knobs = {"model": "tests.test_auto_batch:hungry"} | knobs
+    config = Config(dataset=str(folder), auto_batch_size=True, cpu_threads=1, **knobs)
     accelerator = build_accelerator(config, processes)
     data = load_data(config, processes)
     with limited(limits[processes.rank]):
@@ -53,20 +54,26 @@ def fitted(processes: Processes, folder: Path, limits: list[int | None], knobs: 
 class Hungry(torch.nn.Module):
     """Keeps 16 MB of activations an image for the backward pass; little in evaluation."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, numbers: int = 4 * MEGABYTE) -> None:
         super().__init__()
+        self.numbers = numbers
         self.linear = torch.nn.Linear(64, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.linear(images.flatten(1))
         if not self.training:
             return logits
-        wide = logits.repeat(1, 4 * MEGABYTE // self.linear.out_features)
+        wide = logits.repeat(1, self.numbers // self.linear.out_features)
         return logits + wide.square().mean(1, keepdim=True)
 
 
 def hungry(num_classes: int) -> Hungry:
     return Hungry(num_classes)
+
+
+def insatiable(num_classes: int) -> Hungry:
+    """4 GB: more than what earlier tests have left free in this process."""
+    return Hungry(num_classes, 1024 * MEGABYTE)
 
 
 def test_what_does_not_fit_is_accumulated(tmp_path: Path) -> None:
@@ -93,7 +100,7 @@ def test_one_ranks_limit_binds_both(two_ranks: Ranks, tmp_path: Path) -> None:
 
 def test_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not even a batch of one image fits into memory"):
-        alone(fitted, write_ids(tmp_path / "ids", train=96), [24], {"batch_size": 8})
+        alone(fitted, write_ids(tmp_path / "ids", train=96), [24], {"batch_size": 8, "model": "tests.test_auto_batch:insatiable"})
 
 
 def test_another_error_is_none_of_memory(tmp_path: Path) -> None:

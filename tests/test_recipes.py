@@ -36,7 +36,12 @@ def digits(folder: Path) -> list[str]:
 
 
 def run(processes: Processes, arguments: list[str]) -> None:
-    train(parse(arguments), processes)
+    try:
+        train(parse(arguments), processes)
+    finally:
+        for leave in processes.at_exit:
+            leave(0, "done")
+        processes.at_exit.clear()
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

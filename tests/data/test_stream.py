@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -425,8 +426,8 @@ def test_from_a_hub_each_row_group_is_fetched_once_for_all_workers(shards: Path,
     """By the Hub's real client; nothing is copied to the disk, and nothing is left behind."""
     folder = Path(shutil.copytree(shards, tmp_path / "hub"))
     hub = Hub(folder, delay=0.01)
-    home, temporary = tmp_path / "home", tmp_path / "temporary"
-    temporary.mkdir()
+    # A short path: that of a socket, which a data worker makes there, has 107 characters at most.
+    home, temporary = tmp_path / "home", Path(tempfile.mkdtemp(prefix="hub", dir="/tmp"))
     variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "TMPDIR": str(temporary), "HF_HUB_DISABLE_XET": "1"}
     flags = ("--streaming", "--normalize", "none", "--num_workers", "2", "--epochs", "2", "--batch_size", "8", "--output_dir", "out")
     with started("python", MAIN, "--dataset", "some/digits", *flags, cwd=tmp_path, variables=variables) as child:
