@@ -1,5 +1,6 @@
 """--auto_batch_size against a real limit of memory: the kernel refuses what goes beyond it."""
 
+import importlib
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ def limited(megabytes: int | None) -> Iterator[None]:
     if megabytes is None:
         yield
         return
+    # An optimizer imports it: half-imported, for want of memory, it would be broken for good.
+    importlib.import_module("torch._dynamo")
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + megabytes * MEGABYTE, before[1]))
