@@ -252,6 +252,7 @@ def test_help_is_in_sections(help_text: str) -> None:
         ("--on_bad_image ignore", "--on_bad_image must be one of error, skip, but is 'ignore'"),
         ("--augment autoaugment", "--augment must be one of none, light, trivialaugment, randaugment, but is 'autoaugment'"),
         ("--scale_lr linear --global_batch_size 64", "--scale_lr linear contradicts --global_batch_size, which keeps the batch, "),
+        ("--scale_lr sqrt --auto_batch_size", "--scale_lr sqrt contradicts --auto_batch_size, which may add accumulation to keep the "),
     ],
 )
 def test_flags_refused(argv: str, message: str) -> None:
@@ -376,7 +377,7 @@ def a_config(generator: random.Random) -> Config:
         }
     if "val_fraction" in values:
         values.pop("eval_split", None)
-    if values.get("global_batch_size"):
+    if values.get("global_batch_size") or values.get("auto_batch_size"):
         values.pop("scale_lr", None)
     if values.get("streaming"):
         values.pop("cache", None)

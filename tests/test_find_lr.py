@@ -137,6 +137,20 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
     assert suggested([3.0, 2.0, 1.0]) is None
 
 
+def frozen_statistics(processes: Processes, folder: Path) -> tuple[bool, bool]:
+    """Whether the sweep has left BatchNorm's statistics alone, and the backbone's weights."""
+    run = make_run(processes, folder, **KNOBS, freeze="backbone")
+    before = {name: tensor.clone() for name, tensor in run.module.state_dict().items()}
+    sweep(run)
+    after = run.module.state_dict()
+    same = {name: torch.equal(tensor, after[name]) for name, tensor in before.items()}
+    return all(same[name] for name in same if "running" in name), all(same[name] for name in same if name.startswith("layer"))
+
+
+def test_a_frozen_backbone_stays_frozen(ids: Path) -> None:
+    assert alone(frozen_statistics, ids) == (True, True)
+
+
 def asked_to_stop(processes: Processes, folder: Path) -> str:
     run = make_run(processes, folder, **KNOBS)
     if processes.rank == 1:

@@ -135,15 +135,16 @@ def set_threads(config: Config, processes: Processes) -> None:
     torch.set_num_threads(config.cpu_threads or max(1, cores // processes.local_count))
 
 
-def channels_last(config: Config, accelerator: Accelerator) -> bool:
-    """Whether images and convolutions lie in memory with the channels last: `--channels_last`.
+def memory_format(config: Config, accelerator: Accelerator) -> torch.memory_format:
+    """How images and convolutions lie in memory: `--channels_last`.
 
     'auto' is a rule, not a measurement at the start of each run, so that a resumed run computes as the one before. On CPUs it was
     measured (benchmarks/speed.py); for GPUs it is what cuDNN's documentation says of tensor cores.
     """
-    if config.channels_last != "auto":
-        return config.channels_last == "on"
-    return accelerator.device.type == "cpu" or config.tf32 or accelerator.native_amp
+    last = config.channels_last == "on"
+    if config.channels_last == "auto":
+        last = accelerator.device.type == "cpu" or config.tf32 or accelerator.native_amp
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def describe_precision(accelerator: Accelerator) -> str:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
-from trainer.accelerator import channels_last
+from trainer.accelerator import memory_format
 from trainer.config import Config
 from trainer.data.loaders import Data
 from trainer.data.transforms import Normalize
@@ -73,9 +73,9 @@ def _train(config: Config, accelerator: Accelerator, data: Data, batch_size: int
     module: nn.Module = make_model(config, channels, (height, width), classes, batch_size, resumed=True)[0]
     if config.freeze == "backbone":
         freeze_backbone(config.model, module, classes)
-    memory_format = torch.channels_last if channels_last(config, accelerator) else torch.contiguous_format
-    module = module.to(device).to(memory_format=memory_format)
-    normalize = Normalize(data.mean, data.std, memory_format).to(device)
+    layout = memory_format(config, accelerator)
+    module = module.to(device).to(memory_format=layout)
+    normalize = Normalize(data.mean, data.std, layout).to(device)
     optimizer = build_optimizer(config, module)
     buckets = [torch.zeros_like(parameter) for parameter in module.parameters() if parameter.requires_grad]
     train_mode(module, config.freeze)

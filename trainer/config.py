@@ -241,6 +241,11 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError("--nesterov needs --optimizer sgd and a --momentum above 0: change them, or leave it out")
         if self.min_lr > self.lr:
             raise UserError(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}, from which the rate falls: lower it")
+        if self.auto_batch_size and self.scale_lr != "none":
+            raise UserError(
+                f"--scale_lr {self.scale_lr} contradicts --auto_batch_size, which may add accumulation to keep the batch, and so the rate, "
+                "the same: leave one of them out"
+            )
         if self.global_batch_size is not None and self.scale_lr != "none":
             raise UserError(
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "

@@ -44,11 +44,13 @@ def measure(config: Config, processes: Processes) -> None:
     from trainer.auto_batch import fit_batch
     from trainer.data.loaders import load_data
     from trainer.lr_finder import find_lr
+    from trainer.models.build import check_model
     from trainer.output import create_folder, report_end
     from trainer.state import build_run
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
+        check_model(config, resumed=False)
     config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator)
     run.output_dir = create_folder(config, processes)

@@ -12,6 +12,7 @@ from trainer.hooks.log import describe
 from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
 from trainer.loop import check_gradients, forward_backward, timed
+from trainer.models.head import train_mode
 from trainer.plot import Line, chart
 from trainer.state import Run
 
@@ -65,7 +66,7 @@ def sweep(run: Run) -> Sweep:
     average = 0.0
     while len(rates) < UPDATES:
         start_epoch(run)
-        run.model.train()
+        train_mode(run.model, run.config.freeze)
         total, images_seen = 0.0, 0
         for micro, batch in enumerate(timed(run.train_loader, run)):
             loss = forward_backward(run, run.plan, micro, batch, micro * run.plan.micro_batch_size)

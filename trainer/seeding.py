@@ -11,6 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
+# Fibonacci hashing's constant, 2**64 divided by the golden ratio, as a signed number (Knuth, The Art of Computer Programming 3, 6.4).
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
 
 def derive_seed(seed: int, *words: int | str) -> int:
     """One number in [0, 2**63) for a purpose, independent of every other purpose's number.
@@ -76,3 +79,29 @@ def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def uniform(seed: int, keys: Tensor, count: int) -> Tensor:
+    """`count` numbers of [0, 1) for each key, float32 (B, count): the same on every device, whatever stands beside the key in the batch.
+
+    SplitMix64 (Steele, Lea, Flood 2014), whose finalizer is applied twice: to the key, and to its sum with the draw's number; the
+    upper 24 bits, all that a float32 holds, make the number.
+
+    Args:
+        seed: of the stream.
+        keys: int64 (B,).
+    """
+    numbers = torch.arange(1, count + 1, device=keys.device) * GOLDEN
+    bits = _mix(_mix(keys + seed)[:, None] + numbers)
+    return _shift_right(bits, 40).float() * 2.0**-24
+
+
+def _shift_right(numbers: Tensor, bits: int) -> Tensor:
+    """As if unsigned: int64's own shift repeats the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    numbers = (numbers ^ _shift_right(numbers, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    numbers = (numbers ^ _shift_right(numbers, 27)) * (0x94D049BB133111EB - 2**64)
+    return numbers ^ _shift_right(numbers, 31)

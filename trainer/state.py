@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.accelerator import channels_last
+from trainer.accelerator import memory_format
 from trainer.config import Config
 from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
@@ -249,8 +249,8 @@ def build_run(
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )
-    memory_format = torch.channels_last if channels_last(config, accelerator) else torch.contiguous_format
-    module = module.to(memory_format=memory_format)
+    layout = memory_format(config, accelerator)
+    module = module.to(memory_format=layout)
     if processes.count > 1:
         keep_strides(module)
     optimizer = build_optimizer(config, module)
@@ -271,7 +271,7 @@ def build_run(
         module=module,
         model=model,
         augment=Augment(config, data.mean, shift=not data.train.random_crop),
-        normalize=Normalize(data.mean, data.std, memory_format).to(accelerator.device),
+        normalize=Normalize(data.mean, data.std, layout).to(accelerator.device),
         optimizer=optimizer,
         train_loader=train_loader,
         eval_loader=eval_loader,

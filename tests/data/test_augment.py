@@ -15,11 +15,11 @@ from torchvision.transforms import InterpolationMode, v2
 from tests.helpers import ids_image, make_run, png, write_ids, write_parquet
 from tests.ranks import Ranks
 from trainer.config import Config
-from trainer.data.augment import Augment, uniform
+from trainer.data.augment import Augment
 from trainer.data.loaders import load_data
 from trainer.data.sampler import pack_key
 from trainer.runtime import Processes, join, leave_group
-from trainer.seeding import derive_seed, seeded
+from trainer.seeding import derive_seed, seeded, uniform
 
 MASK = (1 << 64) - 1
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.augment import uniform
 from trainer.data.decode import Crop, ImageError, SizeError, decode, random_part
 from trainer.data.sampler import INDEX_MASK, unpack_key
-from trainer.seeding import derive_seed, seeded
+from trainer.seeding import derive_seed, seeded, uniform
 
 # Rows that are read at once; one by one, `datasets` takes longer than decoding them.
 ROWS = 1024

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from trainer.hooks.base import Hook
 from trainer.runtime import RunError
+from trainer.seeding import GOLDEN
 from trainer.state import Run
-
-# Fibonacci hashing's constant, 2**64 divided by the golden ratio, as a signed number (Knuth, The Art of Computer Programming 3, 6.4).
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
 class Audit(Hook):
