@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import report, sets  # noqa: E402
-from benchmarks.runner import CONTENDERS, OPTIMIZER, TWO, Contender, Runner, ready_venv  # noqa: E402
+from benchmarks import report, sets
+from benchmarks.runner import CONTENDERS, OPTIMIZER, TWO, Contender, Runner, ready_venv
 
 WHOLE_COMMANDS = ("tutorial", "ours", "ours_bf16")
 IMPORTS = "import torch, torch._dynamo, accelerate, datasets, time; print(time.time())"
