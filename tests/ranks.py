@@ -108,12 +108,12 @@ def serve(rank: int, count: int, connection: Connection) -> None:
             os.environ.update(before)
 
 
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(processes, *args)` in this process, joined as the environment says: as the only one where it says nothing."""
-    from trainer.runtime import join, leave_group
+def alone(function: Callable[..., Any], *args: Any, **knobs: Any) -> Any:
+    """`function(processes, *args, **knobs)` in this process, joined as the environment says: as the only one where it says nothing."""
+    from trainer.runtime import end, join
 
     processes = join()
     try:
-        return function(processes, *args)
+        return function(processes, *args, **knobs)
     finally:
-        leave_group(processes)
+        end(processes)

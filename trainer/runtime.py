@@ -249,15 +249,7 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         code, reason = explain_end(raised, processes)
     finally:
         if processes is not None:
-            try:
-                for leave in processes.at_exit:
-                    with suppress(OSError):
-                        leave(code, reason)
-            finally:
-                processes.at_exit.clear()
-                leave_group(processes)
-                for close in processes.at_last:
-                    close()
+            end(processes, code, reason)
         stops.remove()
     if code != EXIT_DONE:
         raise SystemExit(code)
@@ -468,6 +460,20 @@ def _network_error(error: Exception) -> Exception:
             "NCCL_SOCKET_IFNAME on GPUs) to the network interface that reaches the other hosts, as `ip addr` names it"
         )
     return error
+
+
+def end(processes: Processes, code: int = EXIT_DONE, reason: str = "done") -> None:
+    """Tell all that `code` and `reason` end this process's part, leave the group and close what outlives it."""
+    try:
+        for leave in processes.at_exit:
+            with suppress(OSError):
+                leave(code, reason)
+    finally:
+        processes.at_exit.clear()
+        leave_group(processes)
+        for close in processes.at_last:
+            close()
+        processes.at_last.clear()
 
 
 def leave_group(processes: Processes) -> None:

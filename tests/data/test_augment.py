@@ -1,7 +1,6 @@
 """What a sample's augmentation is: the hash against whole numbers of Python, the pixels against slices of numpy."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,15 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
 from tests.helpers import ids_image, make_run, png, write_ids, write_parquet
-from tests.ranks import Ranks
+from tests.ranks import Ranks, alone
 from trainer.config import Config
 from trainer.data.augment import Augment
 from trainer.data.loaders import load_data
 from trainer.data.sampler import pack_key
-from trainer.runtime import Processes, join, leave_group
+from trainer.runtime import Processes
 from trainer.seeding import derive_seed, seeded, uniform
 
 MASK = (1 << 64) - 1
-
-
-def alone(function: Callable[..., Any], *args: Any, **knobs: Any) -> Any:
-    """`function(processes, *args, **knobs)` in this process, as the only one."""
-    processes = join()
-    try:
-        return function(processes, *args, **knobs)
-    finally:
-        leave_group(processes)
 
 
 def mix(number: int) -> int:
