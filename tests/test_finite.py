@@ -127,13 +127,27 @@ def test_a_scaler_that_skips_for_ever(two_ranks: Ranks, ids: Path, tmp_path: Pat
 def test_the_first_finding_stays() -> None:
     finite = Finite(torch.device("cpu"))
     fine, nan = torch.tensor(1.0), torch.tensor(math.nan)
-    finite.see(UPDATE, [fine, fine], fine)
+    gradient = [torch.tensor([1.0, 3e38]), torch.tensor([2.0], dtype=torch.float64)]
+    finite.see(UPDATE, [fine, fine], gradient)
+    finite.see(UPDATE, [fine, fine], gradient, fine)
     assert finite.finding is None
-    finite.see(UPDATE, [fine, nan], fine)
-    finite.see(Update(0, 1, 8, 8), [fine], torch.tensor(math.inf))
+    assert [tensor.tolist() for tensor in (*gradient, fine)] == [[1.0, float(torch.tensor(3e38))], [2.0], 1.0], "looked at, not changed"
+    finite.see(UPDATE, [fine, nan], gradient, fine)
+    finite.see(Update(0, 1, 8, 8), [fine], gradient, torch.tensor(math.inf))
     finding = finite.finding
     assert isinstance(finding, Finding)
     assert (finding.update, finding.reason, finding.grad_norm) == (UPDATE, "the loss is not finite", 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_gradients_bad_value_is_found_in_every_dtype(value: float, dtype: torch.dtype) -> None:
+    for place in range(3):
+        finite = Finite(torch.device("cpu"))
+        bad = torch.ones(100, dtype=dtype)
+        bad[(0, 63, 99)[place]] = value
+        finite.see(UPDATE, [torch.tensor(1.0)], [torch.ones(3), bad])
+        assert finite.finding == Finding(UPDATE, 1.0, None, "the gradient norm is not finite")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

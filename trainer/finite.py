@@ -48,19 +48,30 @@ class Finite:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.finding: Finding | None = None
+        self._one = torch.ones((), device=device)
         self._waiting: deque[tuple[Update, Tensor, bool, Any]] = deque()
 
-    def see(self, update: Update, losses: list[Tensor], grad_norm: Tensor | None) -> None:
-        """Look at an update's losses, one for each micro-batch, and its gradient norm, all ()."""
+    def see(self, update: Update, losses: list[Tensor], gradient: list[Tensor], norm: Tensor | None = None) -> None:
+        """Look at an update's losses, one for each micro-batch, (), and at its gradient, or only at `norm` where that is known.
+
+        By GradScaler's own operator with a scale of 1, which leaves every number as it is: one pass, one number to read.
+        """
+        found = torch.zeros((), device=self.device)
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in (*losses, *(gradient if norm is None else [norm])):
+            groups.setdefault(tensor.dtype, []).append(tensor)
+        for group in groups.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, self._one)
         if self.device.type == "cpu":
-            self._judge(update, [float(loss) for loss in losses], None if grad_norm is None else float(grad_norm))
+            if found:
+                self._judge(update, [float(loss) for loss in losses], float(norm) if norm is not None else None)
             return
-        numbers = torch.stack([number.float() for number in (*losses, *([] if grad_norm is None else [grad_norm]))])
+        numbers = torch.stack([number.float() for number in (found, *losses, *([] if norm is None else [norm]))])
         copy = torch.empty(numbers.shape, dtype=torch.float32, pin_memory=True)
         copy.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._waiting.append((update, copy, grad_norm is not None, arrived))
+        self._waiting.append((update, copy, norm is not None, arrived))
         while self._waiting and self._waiting[0][-1].query():
             self._read()
 
@@ -72,15 +83,15 @@ class Finite:
 
     def _read(self) -> None:
         update, copy, has_norm, _ = self._waiting.popleft()
-        numbers = copy.tolist()
+        found, *numbers = copy.tolist()
         norm = numbers.pop() if has_norm else None
-        self._judge(update, numbers, norm)
+        if found:
+            self._judge(update, numbers, norm)
 
     def _judge(self, update: Update, losses: list[float], norm: float | None) -> None:
         total = sum(losses)
-        wrong = "the loss" if not math.isfinite(total) else "the gradient norm" if norm is not None and not math.isfinite(norm) else None
-        if wrong is not None:
-            self.find(Finding(update, total / len(losses), norm, f"{wrong} is not finite"))
+        wrong = "the gradient norm" if math.isfinite(total) else "the loss"
+        self.find(Finding(update, total / len(losses), norm, f"{wrong} is not finite"))
 
     def find(self, finding: Finding) -> None:
         """Keep the first finding only: what follows it is its consequence."""

@@ -158,7 +158,12 @@ def forward_backward(run: Run, plan: BatchPlan, micro: int, batch: Batch, positi
             loss = mixture.loss(logits, labels, config.label_smoothing)
         run.at("backward")
         weight = plan.loss_weight(micro, rank)
-        run.accelerator.backward(loss if weight == 1 else loss * weight)
+        share = loss if weight == 1 else loss * weight
+        if run.accelerator.scaler is None:
+            # All that Accelerate's would add is a division by 1, forward and backward.
+            share.backward()
+        else:
+            run.accelerator.backward(share)
     return loss.detach()
 
 
@@ -180,10 +185,11 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     norm = None
     if run.config.max_grad_norm is not None:
         norm = run.window.grad_norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.max_grad_norm)
-    elif scaler is None:
-        # Not module.parameters(): walking through the modules takes longer than the norm.
+    if scaler is None:
+        # Not module.parameters(): walking through the modules takes longer than the look.
         trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        run.finite.see(made_of, losses, [parameter.grad for parameter in trained if parameter.grad is not None], norm)
+        note_finding(run)
     for group in run.optimizer.param_groups:
         group["lr"] = run.lr
     # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
@@ -191,8 +197,6 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     optimizer.step()
     optimizer.zero_grad()
     if scaler is None:
-        run.finite.see(made_of, losses, norm)
-        note_finding(run)
         return True
     before, state.loss_scale = state.loss_scale, loss_scale(run.accelerator)
     skipped = before is not None and state.loss_scale is not None and state.loss_scale < before

@@ -7,6 +7,7 @@ epoch, so that a persistent worker process knows the epoch without a side channe
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,28 +48,28 @@ class BatchPlan:
     batch_size: int
     accumulation: int
 
-    @property
+    @cached_property
     def global_batch_size(self) -> int:
         """Images of a full update, over all ranks."""
         return self.micro_batch_size * self.accumulation
 
-    @property
+    @cached_property
     def micro_batch_size(self) -> int:
         """Images of a full micro-batch, over all ranks."""
         return self.batch_size * self.processes
 
-    @property
+    @cached_property
     def dropped(self) -> int:
         """Samples that an epoch leaves out."""
         tail = self.samples % self.micro_batch_size
         return tail if tail < self.processes else 0
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of an epoch."""
         return -(-(self.samples - self.dropped) // self.micro_batch_size)
 
-    @property
+    @cached_property
     def updates(self) -> int:
         """Updates of an epoch."""
         return -(-self.micro_batches // self.accumulation)
@@ -97,7 +98,7 @@ class BatchPlan:
     def update_size(self, micro: int) -> int:
         """Images of the update that micro-batch `micro` is part of, over all ranks and micro-batches."""
         first = micro - micro % self.accumulation
-        return sum(self.size(m) for m in range(first, min(first + self.accumulation, self.micro_batches)))
+        return min(self.global_batch_size, self.samples - self.dropped - first * self.micro_batch_size)
 
     def loss_weight(self, micro: int, rank: int) -> float:
         """The factor of a rank's mean loss that makes DDP's mean over ranks the gradient of the mean over the update's images.
