@@ -314,3 +314,20 @@ def test_it_can_be_sent_to_a_spawned_worker() -> None:
     dataset = dataset_of([GOOD], transform=noise)
     copy = pickle.loads(pickle.dumps(dataset))
     assert draws(copy, (1, 0)) == draws(dataset, (1, 0))
+
+
+def test_workers_decode_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images, what replaces a broken one, and the sentence that names it."""
+    monkeypatch.setattr("trainer.data.dataset.ROWS", 16)
+    monkeypatch.setattr("trainer.data.dataset.MANY", 64)
+    records = [{"image": {"bytes": png(ids_image(number)), "path": None}} for number in range(70)]
+    records[37]["image"]["bytes"] = b"broken"
+    splits = [ImageDataset("ids", Rows(records), [0] * 70, Shape("L", (SIDE, SIDE)), on_bad="replace") for _ in range(2)]
+    for split, workers in zip(splits, (1, 2), strict=True):
+        split.decode_all(workers)
+    one, two = (split.__getitems__(list(range(70))) for split in splits)
+    assert all(map(torch.equal, one, two))
+    assert one[0][38].equal(one[0][37])
+    strict = ImageDataset("ids", Rows(records), [0] * 70, Shape("L", (SIDE, SIDE)))
+    with pytest.raises(ImageError, match=r"^ids: image 37 cannot be read \(it is no image of a known kind\): replace or remove it$"):
+        strict.decode_all(2)

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.decode import Crop, ImageError, SizeError, decode, random_part
 from trainer.data.sampler import INDEX_MASK, unpack_key
 from trainer.seeding import derive_seed, seeded, uniform
+from trainer.stops import leave_signals_to_trainer
 
 # Rows that are read at once; one by one, `datasets` takes longer than decoding them.
 ROWS = 1024
+# Images that are worth the start of workers: they take some 50 us each, a worker some 50 ms.
+MANY = 8 * ROWS
 # The label of an image that is left out, which torch's cross-entropy ignores too.
 LEFT_OUT = -100
 
@@ -97,20 +99,32 @@ class ImageDataset(Dataset[Batch]):
         channels, height, width = self.shape
         return len(self) * channels * height * width
 
-    def decode_all(self) -> None:
+    def decode_all(self, workers: int = 1) -> None:
         """Keep all images decoded in memory.
+
+        Args:
+            workers: processes that decode; what takes a moment only is decoded here.
 
         Raises:
             ImageError: an image is broken or has another size.
         """
         assert not self.random_crop
         images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
-        parts = [self._read(range(start, start + len(part)), part) for start, part in zip(count(0, ROWS), images.split(ROWS), strict=False)]
+        loader = DataLoader(
+            Parts(self),
+            batch_size=None,
+            num_workers=workers if workers > 1 and len(self) >= MANY else 0,
+            worker_init_fn=leave_signals_to_trainer,
+        )
+        sources, bad = [], []
+        for place, (part, source, wrong) in zip(images.split(ROWS), loader, strict=True):
+            place.copy_(part)
+            sources.append(source)
+            bad.append(wrong)
         self.images = images
         self.rows = None
-        sources, bad = (torch.cat(part) for part in zip(*parts, strict=True))
-        if bad.any():
-            self.sources, self.bad = sources, bad
+        if any(map(torch.any, bad)):
+            self.sources, self.bad = torch.cat(sources), torch.cat(bad)
 
     def to(self, device: torch.device) -> None:
         """Move the decoded images, and the labels, to `device`."""
@@ -199,6 +213,21 @@ class ImageDataset(Dataset[Batch]):
             if self.on_bad == "leave out":
                 labels = labels.masked_fill(bad.to(labels.device), LEFT_OUT)
         return images, labels, numbers
+
+
+class Parts(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """A split in parts of `ROWS` rows: images, the rows that they are read from, and which could not be read."""
+
+    def __init__(self, split: ImageDataset) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return -(-len(self.split) // ROWS)
+
+    def __getitem__(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = range(part * ROWS, min((part + 1) * ROWS, len(self.split)))
+        images = torch.empty((len(rows), *self.split.shape), dtype=torch.uint8)
+        return images, *self.split._read(rows, images)
 
 
 def identity(batch: Batch) -> Batch:

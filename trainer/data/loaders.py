@@ -110,7 +110,8 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     with processes.together():
         for split in kept:
             if cache != "none":
-                split.decode_all()
+                # This process's share of the cores; its threads have nothing to do yet.
+                split.decode_all(torch.get_num_threads())
             if cache == "device":
                 split.to(processes.state.device)
     mean, std = normalisation(config.normalize, train, processes)
