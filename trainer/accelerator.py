@@ -14,6 +14,7 @@ from accelerate.utils import (
 )
 
 from trainer.config import Config
+from trainer.cpu import cores
 from trainer.runtime import Processes, UserError, env_int, env_true
 
 if TYPE_CHECKING:
@@ -131,8 +132,7 @@ def check_launcher(config: Config, processes: Processes) -> None:
 
 def set_threads(config: Config, processes: Processes) -> None:
     """Give each process its share of the host's cores: `accelerate launch` exports OMP_NUM_THREADS=1, which would use one core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.cpu_threads or max(1, cores // processes.local_count))
+    torch.set_num_threads(config.cpu_threads or max(1, cores() // processes.local_count))
 
 
 def memory_format(config: Config, accelerator: Accelerator) -> torch.memory_format:

@@ -117,10 +117,16 @@ class ImageDataset(Dataset[Batch]):
             worker_init_fn=leave_signals_to_trainer,
         )
         sources, bad = [], []
-        for place, (part, source, wrong) in zip(images.split(ROWS), loader, strict=True):
-            place.copy_(part)
-            sources.append(source)
-            bad.append(wrong)
+        parts = iter(loader)
+        try:
+            for place, (part, source, wrong) in zip(images.split(ROWS), parts, strict=True):
+                place.copy_(part)
+                sources.append(source)
+                bad.append(wrong)
+        finally:
+            # An error's frames keep the iterator, and with it workers that ignore the signal which Python ends them by.
+            if loader.num_workers:
+                parts._shutdown_workers()  # type: ignore[attr-defined]
         self.images = images
         self.rows = None
         if any(map(torch.any, bad)):

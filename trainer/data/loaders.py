@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainer.config import SMALLEST_SIDE, Config
+from trainer.cpu import cores
 from trainer.data.dataset import Batch, ImageDataset, Shape, Transform, identity
 from trainer.data.decode import GREY_MODES, ImageError, describe, open_image, true_size
 from trainer.data.row_groups import StreamedRows
@@ -111,7 +112,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
         for split in kept:
             if cache != "none":
                 # This process's share of the cores; its threads have nothing to do yet.
-                split.decode_all(torch.get_num_threads())
+                split.decode_all(min(torch.get_num_threads(), cores()))
             if cache == "device":
                 split.to(processes.state.device)
     mean, std = normalisation(config.normalize, train, processes)
