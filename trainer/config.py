@@ -112,7 +112,8 @@ class ModelConfig:
     find_unused_parameters: bool = False
     """DDP: search each backward pass for parameters without gradient; only for models that leave some out"""
     broadcast_buffers: bool = True
-    """DDP: send rank 0's buffers (BatchNorm statistics) to all ranks at each forward pass"""
+    """DDP: send rank 0's buffers to all ranks: BatchNorm statistics, if there are no others, before each evaluation, which is where they
+    count; else at each forward pass"""
     gradient_as_bucket_view: bool = False
     """DDP: let gradients share memory with the communication buckets; saves one copy of the gradients"""
     static_graph: bool = False

@@ -230,6 +230,7 @@ def check_gradients(run: Run) -> None:
 def evaluate(run: Run, hooks: HookList) -> None:
     """One pass over the test split; a hook turns the logits into `state.metrics`. Through the prepared model, on every rank."""
     run.model.eval()
+    run.share_statistics()
     hooks.on_eval_start(run)
     run.at("evaluation data")
     for images, labels, keys in run.eval_loader:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from trainer.accelerator import memory_format
@@ -17,7 +18,7 @@ from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import Normalize
 from trainer.ema import Ema
 from trainer.finite import Finite
-from trainer.models.build import batchnorm_layers, keep_strides, make_model, synchronise_batchnorm
+from trainer.models.build import batchnorm_layers, keep_strides, make_model, only_batchnorm_buffers, synchronise_batchnorm
 from trainer.models.head import freeze_backbone
 from trainer.optim import LrPlan, build_optimizer, plan_lr
 from trainer.runtime import Processes, UserError
@@ -119,6 +120,7 @@ class Run:
         augment: uint8 batch and its keys -> the augmented batch; normalize: uint8 batch -> the model's input; both on its device.
         sampler: the train loader's order and position.
         sync_bn_layers: BatchNorm layers converted to synchronised ones.
+        late_buffers: rank 0's buffers, BatchNorm statistics all, are sent before an evaluation, not by DDP at each forward pass.
         planned: updates of all epochs, when the scaler skips none.
         total_steps: updates that the run will do: `planned`, or `max_steps`.
         finite: sees whether losses and gradients are finite.
@@ -147,6 +149,7 @@ class Run:
     sampler: EpochSampler
     lr_plan: LrPlan
     sync_bn_layers: int
+    late_buffers: bool
     planned: int
     total_steps: int
     state: TrainState
@@ -181,6 +184,12 @@ class Run:
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self.lr_plan.at(self.state.step, self.state.epoch, self.state.lr_factor)
+
+    def share_statistics(self) -> None:
+        """Give every rank rank 0's BatchNorm statistics where they may be its own; before an evaluation. A collective."""
+        if self.late_buffers and not self.sync_bn_layers:
+            for buffer in self.module.buffers():
+                broadcast(buffer, from_process=0)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, `module` holds the weights that are evaluated and exported: the averaged ones, where there are any."""
@@ -256,6 +265,10 @@ def build_run(
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device)
     model, optimizer = accelerator.prepare(module, optimizer)
+    late_buffers = processes.count > 1 and config.broadcast_buffers and only_batchnorm_buffers(module)
+    if late_buffers:
+        # It has sent them once. A broadcast at each forward pass lets all ranks wait for rank 0 there, for numbers that none reads.
+        getattr(model, "_orig_mod", model).broadcast_buffers = False
     # Our batch sampler has dealt out the short last batch itself; evaluation is filled up, and gather_for_metrics cuts that off.
     accelerator.dataloader_config.even_batches = False
     train_loader = accelerator.prepare(train_loader)
@@ -278,6 +291,7 @@ def build_run(
         sampler=sampler,
         lr_plan=plan_lr(config, data.plan, total),
         sync_bn_layers=converted,
+        late_buffers=late_buffers,
         planned=planned,
         total_steps=total,
         state=TrainState(loss_scale=loss_scale(accelerator)),

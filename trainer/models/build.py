@@ -154,6 +154,11 @@ def batchnorm_layers(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
+def only_batchnorm_buffers(model: nn.Module) -> bool:
+    """Whether all buffers are BatchNorm's statistics, which no forward pass in training reads."""
+    return sum(1 for _ in model.buffers()) == sum(1 for layer in batchnorm_layers(model) for _ in layer.buffers(recurse=False))
+
+
 def synchronise_batchnorm(model: nn.Module, device: torch.device) -> tuple[nn.Module, int]:
     """The model with synchronised BatchNorm, and the number of converted layers. Before the optimizer is built and before prepare().
 
