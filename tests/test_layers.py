@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 LAYERS = [
     {"stops", "cpu"},
     {"runtime"},
-    {"files", "finite", "plot", "watch", "writer"},
+    {"files", "finite", "pace", "plot", "watch", "writer"},
     {"config", "seeding"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema"},

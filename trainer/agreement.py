@@ -13,13 +13,14 @@ from trainer.stops import EARLY_STOPPING, NOT_FINITE, NOT_WRITTEN
 def interrupted(run: Run) -> bool:
     """Whether all ranks stop here, for what one of them had asked at the call before; called at every update and evaluation batch.
 
-    A collective that does not wait.
+    A collective that does not wait. With several ranks not each call is one: see `Pace`.
 
     Raises:
         RunError: a loss or gradient is not finite.
     """
     run.at("agree")
-    _take(run, run.processes.stops.agreed())
+    if run.pace.due(run.processes):
+        _take(run, run.processes.stops.agreed())
     return run.state.interrupted is not None
 
 

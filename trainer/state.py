@@ -21,6 +21,7 @@ from trainer.finite import Finite
 from trainer.models.build import batchnorm_layers, keep_strides, make_model, only_batchnorm_buffers, synchronise_batchnorm
 from trainer.models.head import freeze_backbone
 from trainer.optim import LrPlan, build_optimizer, plan_lr
+from trainer.pace import Pace
 from trainer.runtime import Processes, UserError
 from trainer.seeding import derive_seed
 from trainer.stops import NOT_WRITTEN
@@ -132,6 +133,7 @@ class Run:
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
+        pace: how often all ranks agree whether to go on.
         weights: where the model's weights came from.
     """
 
@@ -166,6 +168,7 @@ class Run:
     first_step: int = 0
     on_phase: Callable[[str], None] | None = None
     ema: Ema | None = None
+    pace: Pace = field(default_factory=Pace)
     weights: str = "random"
 
     @property
