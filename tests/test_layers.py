@@ -79,7 +79,11 @@ def test_no_cycles() -> None:
 
 def test_nobody_but_spawn_imports_a_command() -> None:
     assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
-    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor", "trainer.find_lr", "trainer.report", "trainer.compare"} & others]
+    assert not [
+        name
+        for name, others in GRAPH.items()
+        if {"trainer.spawn", "trainer.doctor", "trainer.find_lr", "trainer.report", "trainer.compare"} & others
+    ]
 
 
 def test_hooks_do_not_know_each_other() -> None:

@@ -11,9 +11,10 @@ if __name__ == "__main__" and not __package__:
     # A script's own folder heads sys.path, where trainer/data would be found as `data`; the clone's root belongs there.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from trainer.curves import color_of, is_dashed, overlaid
 from trainer.files import write_text
 from trainer.page import Html, document, figure, html, section, table
-from trainer.plot import CYCLE, chart_figure, drawing, page_svg, png, short, svg
+from trainer.plot import Line, chart_figure, drawing, page_svg, png, short, svg
 from trainer.record import Record, read_record
 from trainer.runtime import UserError, arguments, run_alone
 
@@ -140,8 +141,6 @@ def aligned(title: str, names: Sequence[str], rows: Sequence[Row], width: int) -
 
 def write(path: Path, records: Sequence[Record], names: Sequence[str], settings: Sequence[Row], results: Sequence[Row]) -> None:
     """The overlaid curves as a page with the tables, or as one picture."""
-    from trainer.curves import overlaid
-
     charts = overlaid(records, [short(name, 24) for name in names])
     if path.suffix != ".html" and not charts:
         raise UserError("none of the runs has logged a line yet: there is no curve to draw")
@@ -150,7 +149,8 @@ def write(path: Path, records: Sequence[Record], names: Sequence[str], settings:
         if path.suffix == ".html":
             write_text(path, page(title, charts, records, names, settings, results))
             return
-        drawn = chart_figure(list(charts.values()), columns=2, legend=True)
+        lines = [Line(short(name, 60), (), (), color_of(number), dashed=is_dashed(number)) for number, name in enumerate(names)]
+        drawn = chart_figure(list(charts.values()), columns=2, names=lines)
         if path.suffix == ".svg":
             write_text(path, svg(drawn, title))
         else:
@@ -177,7 +177,8 @@ def page(
 
 
 def _swatch(number: int, name: str) -> Html:
-    return Html(f'<i class="swatch" style="background: var(--{CYCLE[number % len(CYCLE)]})"></i>{html(name)}')
+    kind = "dashed" if is_dashed(number) else "solid"
+    return Html(f'<i class="swatch" style="border-top: 3px {kind} var(--{color_of(number)})"></i>{html(name)}')
 
 
 if __name__ == "__main__":

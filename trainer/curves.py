@@ -1,6 +1,7 @@
 """Which charts a run's numbers make: of one run for its report, or of several to compare them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainer.plot import CYCLE, Chart, Line
@@ -13,7 +14,7 @@ MOST_UPPER = 10
 
 
 def curves(record: Record) -> dict[str, Chart]:
-    """The charts of one run, by the names of their files: loss, accuracy, lr, scale (with a GradScaler), speed; none that would be empty."""
+    """The charts of one run, by their files' names: loss, accuracy, lr, scale (with a GradScaler), speed; none that would be empty."""
     test = _test_name(record)
 
     def line(name: str, entries: Sequence[Entry], key: str, color: str, points: bool = False) -> Line:
@@ -34,7 +35,9 @@ def curves(record: Record) -> dict[str, Chart]:
         "speed": Chart("Training speed, images/s", "update", (line("images/s", record.train, "images_per_second", "brown"),)),
     }
     upper = _epochs(record)
-    return {name: _with_epochs(chart, upper) for name, chart in charts.items() if any(line.finite for line in chart.lines)}
+    return {
+        name: replace(chart, upper=upper, upper_name="epoch") for name, chart in charts.items() if any(line.finite for line in chart.lines)
+    }
 
 
 def overlaid(records: Sequence[Record], names: Sequence[str]) -> dict[str, Chart]:
@@ -42,7 +45,7 @@ def overlaid(records: Sequence[Record], names: Sequence[str]) -> dict[str, Chart
 
     def chart(title: str, of: Callable[[Record], Sequence[Entry]], key: str, points: bool = False) -> Chart:
         lines = tuple(
-            Line(name, *_points(of(record), key), CYCLE[number % len(CYCLE)], points)
+            Line(name, *_points(of(record), key), color_of(number), points, dashed=is_dashed(number))
             for number, (record, name) in enumerate(zip(records, names, strict=True))
         )
         lines = tuple(line for line in lines if line.finite)
@@ -59,15 +62,23 @@ def overlaid(records: Sequence[Record], names: Sequence[str]) -> dict[str, Chart
     return {name: drawn for name, drawn in charts.items() if drawn.lines}
 
 
+def color_of(number: int) -> str:
+    """Of the run with this number, from 0."""
+    return CYCLE[number % len(CYCLE)]
+
+
+def is_dashed(number: int) -> bool:
+    """Where the colours begin again."""
+    return number // len(CYCLE) % 2 == 1
+
+
 def calibration(results: dict[str, Any]) -> Chart | None:
     """Accuracy over the predictions' probability, in the bins of results.json; None where they are not there."""
     bins = [entry for entry in results.get("calibration") or [] if entry["samples"]]
     if not bins:
         return None
     even = Line("as sure as right", (0, 100), (0, 100), "muted", width=0.8)
-    own = Line(
-        "measured", [100 * entry["probability"] for entry in bins], [100 * entry["accuracy"] for entry in bins], "blue", points=True
-    )
+    own = Line("measured", [100 * entry["probability"] for entry in bins], [100 * entry["accuracy"] for entry in bins], "blue", points=True)
     return Chart("Calibration: accuracy, %", "probability of the prediction, %", (own, even), y_range=(-3, 103))
 
 
@@ -86,24 +97,12 @@ def _falls_far(lines: Sequence[Line]) -> bool:
 
 def _epochs(record: Record) -> tuple[tuple[float, str], ...]:
     """Marks at the ends of evenly chosen epochs."""
-    every = next(
-        stride * 10**power for power in range(9) for stride in (1, 2, 5) if len(record.evals) <= MOST_UPPER * stride * 10**power
-    )
+    every = next(stride * 10**power for power in range(9) for stride in (1, 2, 5) if len(record.evals) <= MOST_UPPER * stride * 10**power)
     return tuple((entry["step"], str(entry["epoch"])) for entry in record.evals if entry["epoch"] % every == 0)
 
 
-def _with_epochs(chart: Chart, upper: tuple[tuple[float, str], ...]) -> Chart:
-    from dataclasses import replace
-
-    return replace(chart, upper=upper, upper_name="epoch")
-
-
 def confused(confusion: Sequence[Sequence[int]], classes: Sequence[str], most: int) -> list[tuple[str, str, int, float]]:
-    """The most frequent mistakes: (true class, predicted class, images, share of the true class's images within 0..1), most images first."""
-    pairs = [
-        (count, row, column) for row, counts in enumerate(confusion) for column, count in enumerate(counts) if count and row != column
-    ]
+    """The most frequent mistakes, at first: (true class, predicted class, images, share of the true class's images within 0..1)."""
+    pairs = [(count, row, column) for row, counts in enumerate(confusion) for column, count in enumerate(counts) if count and row != column]
     pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
     return [(classes[row], classes[column], count, count / sum(confusion[row])) for count, row, column in pairs[:most]]
-
-

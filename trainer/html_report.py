@@ -4,11 +4,10 @@ import base64
 import io
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import Config
 from trainer.curves import calibration, confused, curves
@@ -103,7 +102,7 @@ def _summary(record: Record) -> list[tuple[str, object, object]]:
             ("Loss", _figure(last["loss"]), f"on {last['samples']:,} images"),
         ]
     if results is not None and results.get("ece") is not None:
-        entries.append(("Calibration error", f"{100 * results['ece']:.2f} %", "between how sure and how right"))
+        entries.append(("Calibration error", f"{100 * results['ece']:.2f} %", "expected (ECE)"))
     done = f"{record.train[-1]['step']:,} updates" if record.train else "no update logged"
     entries.append(("Epochs", f"{last['epoch'] if last else 0} of {record.config.get('epochs')}", done))
     if results is not None:
@@ -146,26 +145,27 @@ def _confusion(record: Record, plot: _Plots) -> Content:
     if results is None or not results.get("confusion"):
         return None
     confusion, classes = results["confusion"], record.classes
-    parts, about = [], "Rows are the true classes, columns what was predicted."
+    about, matrix, more = "Rows are the true classes, columns what was predicted.", "", ""
     if len(classes) <= DRAWN:
         drawn = confusion_figure(confusion, classes)
         # On a phone it scrolls sideways rather than to shrink out of sight.
         width = round(72 * drawn.get_figwidth())
         least = min(width, 320) if len(classes) <= NUMBERED else width
-        size = f'style="min-width: {least}px; max-width: {round(1.25 * width)}px"'
+        size = f'style="min-width: {least}px; max-width: {round(1.5 * width)}px"'
         picture = plot("confusion", drawn, f"Confusion matrix of {len(classes)} classes").replace("<svg ", f"<svg {size} ", 1)
-        parts.append(f'<figure class="card matrix" tabindex="0">{picture}</figure>')
+        matrix = f'<figure class="card matrix" tabindex="0">{picture}</figure>'
     else:
         about = f"{len(classes):,} classes are too many for a matrix: these are the most frequent mistakes."
-    chart = calibration(results)
     found = confused(confusion, classes, PAIRS)
     if len(classes) > NUMBERED and found:
         rows = [(true, predicted, f"{count:,}", f"{100 * share:.1f} %") for true, predicted, count, share in found]
         listed = table(("true class", "taken for", "images", "of the class"), rows, (2, 3), "Most frequent mistakes")
-        parts.append(listed if len(classes) > DRAWN else f"<h3>Most frequent mistakes</h3>{listed}")
-    if chart is not None:
-        parts.append(f'<div class="charts">{figure(plot("calibration", chart_figure([chart]), chart.title))}</div>')
-    return about, "\n".join(parts)
+        more = listed if len(classes) > DRAWN else f"<h3>Most frequent mistakes</h3>\n{listed}"
+    chart = calibration(results)
+    sure = figure(plot("calibration", chart_figure([chart]), chart.title)) if chart is not None else ""
+    if len(classes) <= NUMBERED:
+        return about, f'<div class="charts">{matrix}{sure}</div>'
+    return about, f'<div class="stack">{matrix}{more}<div class="charts">{sure}</div></div>'
 
 
 def _mistakes(record: Record, plot: _Plots) -> Content:
@@ -189,9 +189,10 @@ def _mistakes(record: Record, plot: _Plots) -> Content:
         items.append(
             f'<li class="card"><img{pixels} src="data:image/png;base64,{base64.b64encode(content).decode()}" alt="{escape(words)}" '
             f'width="{picture.width}" height="{picture.height}"><p><b>{escape(short(true, 40))}</b>, taken for '
-            f"<b>{escape(short(predicted, 40))}</b> <span>{sure}, image {mistake['index']}</span></p></li>"
+            f"<b>{escape(short(predicted, 40))}</b> <span>{sure}, image\u00a0{mistake['index']}</span></p></li>"
         )
-        shown.append((picture, f"{short(true, 15)}, taken for\n{short(predicted, 15)}, {sure}"))
+        short_names = len(true) + len(predicted) <= 8
+        shown.append((picture, f"{short(true, 16)}{', ' if short_names else chr(10)}taken for {short(predicted, 12)}\n{sure}"))
     if not items:
         return "", _nothing("The pictures are not in the run's folder.")
     plot.save(MISTAKES, picture_figure(shown, "Most confident mistakes"))
@@ -218,15 +219,21 @@ def _classes(record: Record) -> Content:
     about = "In percent. Recall: of the class's images, those found. Precision: of the images taken for the class, those that are it."
     about += " The classes with the lowest F1 come first." if len(names) > PAIRS else ""
     if results.get("macro"):
-        about += f" Means over classes: recall {100 * results['macro']['recall']:.1f}, precision {100 * results['macro']['precision']:.1f}, "
+        about += (
+            f" Means over classes: recall {100 * results['macro']['recall']:.1f}, precision {100 * results['macro']['precision']:.1f}, "
+        )
         about += f"F1 {100 * results['macro']['f1']:.1f}."
-    return about, table(("class", "recall", "precision", "F1", "images", "most often taken for"), rows, (1, 2, 3, 4), "Figures of each class")
+    return about, table(
+        ("class", "recall", "precision", "F1", "images", "most often taken for"), rows, (1, 2, 3, 4), "Figures of each class"
+    )
 
 
 def _bar(share: float | None) -> Html:
     if share is None:
         return Html("none")
-    return Html(f'<span class="bar" aria-hidden="true"><i style="width: {100 * share:.1f}%"></i></span>{100 * share:.1f}')
+    return Html(
+        f'<span class="bar" aria-hidden="true"><i style="width: {100 * share:.1f}%"></i></span><span class="share">{100 * share:.1f}</span>'
+    )
 
 
 def _plan(record: Record) -> Content:
@@ -237,7 +244,8 @@ def _plan(record: Record) -> Content:
 
 def _settings(record: Record) -> Content:
     known = {field.name: field.default for field in fields(Config) if field.default is not MISSING}
-    changed, others = [], []
+    changed: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
     for name, value in record.config.items():
         own = name in known and value == known[name]
         (others if own else changed).append((f"--{name}", _value(value)))

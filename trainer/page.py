@@ -99,15 +99,18 @@ nav { margin: 18px 0 0; display: flex; flex-wrap: wrap; gap: 4px 18px; font-size
 figure { margin: 0; padding: 8px; }
 svg { display: block; width: 100%; height: auto; stroke-linejoin: round; stroke-linecap: butt; }
 code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 14px; align-items: start; }
+.stack > * + * { margin-top: 14px; }
+h3 { margin: 24px 0 10px; font-size: 15px; font-weight: 600; }
 .charts svg { max-width: 560px; margin: 0 auto; }
 .matrix { overflow-x: auto; }
 .matrix svg { margin: 0 auto; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 22px 0 0; }
-.tiles div { background: var(--paper); border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px; min-width: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(128px, 1fr)); gap: 10px; margin: 22px 0 0; }
+.tiles div { background: var(--paper); border: 1px solid var(--grid); border-radius: 10px; padding: 12px 14px; min-width: 0; }
 .tiles dt { color: var(--muted); font-size: 13px; }
 .tiles dd { margin: 0; }
-.tiles b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.tiles b { display: block; font-size: 22px; line-height: 1.3; font-weight: 650; font-variant-numeric: tabular-nums;
+  overflow-wrap: anywhere; }
 .tiles span { display: block; color: var(--muted); font-size: 13px; line-height: 1.4; overflow-wrap: anywhere; }
 .pairs { margin: 0; padding: 4px 16px; }
 .pairs div { display: grid; grid-template-columns: 170px 1fr; gap: 12px; padding: 7px 0; border-top: 1px solid var(--grid); }
@@ -123,15 +126,18 @@ thead th { position: sticky; top: 0; background: var(--paper); color: var(--mute
 tbody tr:first-child > * { border-top: 0; }
 .number { text-align: right; white-space: nowrap; }
 .bar { display: inline-block; width: 72px; height: 8px; margin-right: 8px; border-radius: 4px; background: var(--grid); overflow: hidden; }
+.share { display: inline-block; min-width: 2.8em; }
 .bar i { display: block; height: 100%; background: var(--blue); }
-.mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(116px, 1fr)); gap: 12px; margin: 0; padding: 0; list-style: none; }
+.mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(116px, 1fr)); gap: 12px; margin: 0; padding: 0;
+  list-style: none; }
 .mistakes li { padding: 8px; min-width: 0; }
-.mistakes img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: 6px; background: var(--page); }
+.mistakes img { display: block; width: 100%; height: auto; aspect-ratio: 1; object-fit: contain; border-radius: 6px;
+  background: var(--page); }
 .mistakes .pixels { image-rendering: pixelated; }
 .mistakes p { margin: 6px 0 0; font-size: 13px; line-height: 1.4; overflow-wrap: anywhere; }
 .mistakes p span { color: var(--muted); }
 .swatches { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 0 0 12px; padding: 0; list-style: none; }
-.swatch { display: inline-block; width: 18px; height: 3px; margin-right: 8px; border-radius: 2px; vertical-align: 4px; }
+.swatch { display: inline-block; width: 20px; margin-right: 8px; vertical-align: 3px; }
 details summary { cursor: pointer; margin: 12px 0; color: var(--blue); }
 footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
 @media (max-width: 600px) {
@@ -141,6 +147,7 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
   figure { padding: 4px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 10px; }
   .tiles div { padding: 10px 12px; }
+  .tiles div:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .tiles b { font-size: 20px; }
   .pairs div { grid-template-columns: 1fr; gap: 0; }
   .mistakes { grid-template-columns: repeat(3, 1fr); gap: 8px; }

@@ -1,4 +1,4 @@
-"""Charts by matplotlib, without its global state: lines, a confusion matrix, pictures; as PNG, as SVG, and as SVG that follows a page's colours."""
+"""Charts by matplotlib, without its global state: lines, a confusion matrix, pictures; as PNG, SVG, and SVG in a page's colours."""
 
 import io
 import math
@@ -68,6 +68,7 @@ class Line:
         ys: of each x; None and NaN leave a gap.
         color: a name of COLORS.
         points: mark each of them.
+        dashed: for a color that another line has.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Line:
     color: str
     points: bool = False
     width: float = 1.4
+    dashed: bool = False
 
     @property
     def finite(self) -> list[float]:
@@ -123,25 +125,41 @@ def drawing() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Glyph ")
         warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
         matplotlib.rcdefaults()
-        ink = {name: light("muted") for name in ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")}
-        edges = {name: light("grid") for name in ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color")}
-        matplotlib.rcParams.update({**SETTINGS, **ink, **edges, "text.color": light("ink"), "figure.facecolor": light("paper")})
+        settings: dict[Any, Any] = {**SETTINGS, "text.color": light("ink"), "figure.facecolor": light("paper")}
+        settings |= {name: light("muted") for name in ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")}
+        settings |= {name: light("grid") for name in ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color")}
+        matplotlib.rcParams.update(settings)
         yield
 
 
-def chart_figure(charts: Sequence[Chart], columns: int = 1) -> "Figure":
-    """The charts side by side in `columns`, each of INCHES. Inside of `drawing`."""
+def chart_figure(charts: Sequence[Chart], columns: int = 1, names: Sequence[Line] = ()) -> "Figure":
+    """The charts side by side in `columns`, each of INCHES. Inside of `drawing`.
+
+    Args:
+        names: lines whose names stand above all charts, two in a row.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
-    figure = Figure(figsize=(INCHES[0] * columns, INCHES[1] * rows))
+    above = 0.2 + 0.18 * -(-len(names) // 2) if names else 0.0
+    width, height = INCHES[0] * columns, INCHES[1] * rows + above
+    figure = Figure(figsize=(width, height))
     for number, chart in enumerate(charts):
         row, column = divmod(number, columns)
-        left, bottom = column / columns, (rows - 1 - row) / rows
-        axes = figure.add_axes((left + 0.115 / columns, bottom + 0.165 / rows, 0.86 / columns, 0.62 / rows))
+        left, bottom = INCHES[0] * (column + 0.115), INCHES[1] * (rows - 1 - row + 0.165)
+        axes = figure.add_axes((left / width, bottom / height, 0.86 * INCHES[0] / width, _share(chart) * INCHES[1] / height))
         draw_chart(axes, chart)
+    if names:
+        handles = [Line2D([], [], color=light(line.color), linestyle="--" if line.dashed else "-", label=line.name) for line in names]
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
     return figure
+
+
+def _share(chart: Chart) -> float:
+    """How much of the height is inside the axes; the rest is for the title and what stands at the edges."""
+    return 0.62 if chart.upper else 0.68
 
 
 def draw_chart(axes: "Axes", chart: Chart) -> None:
@@ -150,7 +168,7 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
     for line in chart.lines:
         xs, ys = thin(line.xs, line.ys)
         marker: dict[str, Any] = {"marker": "o", "markersize": 3.2 if len(xs) <= 40 else 1.6} if line.points or len(xs) == 1 else {}
-        axes.plot(xs, ys, color=light(line.color), linewidth=line.width, label=line.name, solid_joinstyle="round", **marker)
+        axes.plot(xs, ys, color=light(line.color), linewidth=line.width, label=line.name, linestyle="--" if line.dashed else "-", **marker)
     if chart.x_log:
         axes.set_xscale("log")
     if chart.y_log:
@@ -158,8 +176,13 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
     axes.margins(x=0.015)
+    if chart.upper:
+        # Room for the word before the first mark.
+        axes.set_xlim(left=0)
+    # 7 % of the chart's height below its edge, wherever the axes end.
+    head = 1 + (0.93 - 0.165 - _share(chart)) / _share(chart)
     for axis, log in ((axes.xaxis, chart.x_log), (axes.yaxis, chart.y_log)):
-        axis.set_major_locator(LogLocator(numticks=6) if log else MaxNLocator(6 if axis is axes.xaxis else 5))
+        axis.set_major_locator(LogLocator(numticks=6) if log else MaxNLocator(6 if axis is axes.xaxis else 5, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
         axis.set_minor_locator(NullLocator())
     if chart.y_log:
@@ -181,12 +204,18 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
         far = axes.transData.transform((x, 1.0))[0] > axes.transAxes.transform((0.5, 0))[0]
         axes.text(x, 0.96, f"{text}  " if far else f"  {text}", transform=edge, ha="right" if far else "left", va="top")
     if chart.best is not None:
-        ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 1.2, "markeredgecolor": light("ink")}
+        ring: dict[str, Any] = {
+            "marker": "o",
+            "markersize": 8,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.2,
+            "markeredgecolor": light("ink"),
+        }
         axes.plot([chart.best[0]], [chart.best[1]], linestyle="none", **ring)
-    axes.text(-0.1, 1.235, chart.title, transform=axes.transAxes, ha="left", va="center", fontsize=9.5, fontweight="bold")
+    axes.text(-0.1, head, chart.title, transform=axes.transAxes, ha="left", va="center", fontsize=9.5, fontweight="bold")
     if chart.legend and len(chart.lines) > 1:
         axes.legend(
-            loc="center right", bbox_to_anchor=(1.02, 1.235), ncols=len(chart.lines), frameon=False, borderpad=0, handlelength=1.3,
+            loc="center right", bbox_to_anchor=(1.02, head), ncols=len(chart.lines), frameon=False, borderpad=0, handlelength=1.3,
             columnspacing=1.2, handletextpad=0.5,
         )  # fmt: skip
 
@@ -269,7 +298,7 @@ def picture_figure(pictures: Sequence[tuple["Image", str]], title: str, columns:
 
     columns = min(columns, len(pictures))
     rows = -(-len(pictures) // columns)
-    side, text, top = 1.2, 0.42, 0.4
+    side, text, top = 1.2, 0.5, 0.4
     width, height = max(side * columns, 4.0), (side + text) * rows + top
     figure = Figure(figsize=(width, height))
     figure.text(0.1 / width, 1 - 0.2 / height, title, va="center", fontsize=9.5, fontweight="bold")
@@ -307,7 +336,7 @@ _numbers = count(1)
 
 
 def page_svg(figure: "Figure", title: str) -> str:
-    """An element for an HTML page that has the variables of COLORS and the font `--font`; ids are unique in this process. Inside of `drawing`."""
+    """An element for an HTML page that has the variables of COLORS and `--font`; ids are unique in this process. Inside of `drawing`."""
     text = _svg(figure, title, transparent=True)
     for name, (color, _) in COLORS.items():
         # White letters on a coloured cell stay white.

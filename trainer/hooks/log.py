@@ -1,4 +1,4 @@
-"""What the user reads: the block before training (and plan.json), log lines, train.log, metrics.jsonl, results.json; once, from the main process."""
+"""What the user reads: the block before training, log lines, train.log, the same as numbers; once, from the main process."""
 
 import json
 import math

@@ -31,8 +31,8 @@ class Report(Hook):
             path = write_report(run.output_dir)
         except Exception as error:
             say(
-                f"the report cannot be made ({' '.join(str(error).split()) or type(error).__name__}), all else of the run is whole: mend that, "
-                f"then `python trainer/report.py {run.output_dir}`"
+                f"the report cannot be made ({' '.join(str(error).split()) or type(error).__name__}), all else of the run is whole: mend "
+                f"that, then `python trainer/report.py {run.output_dir}`"
             )
             return
         # Whoever read stdout may have gone.
