@@ -43,7 +43,7 @@ class StopAt(Hook):
     def on_step_end(self, run: Run) -> None:
         self.ask(run, not self.evaluation)
 
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
         self.ask(run, self.evaluation)
 
     def ask(self, run: Run, now: bool) -> None:

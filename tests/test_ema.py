@@ -142,7 +142,7 @@ def test_the_weights_are_back_to_the_bit_whatever_ends_the_block() -> None:
 
 
 class Fail(GatherMetrics):
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
         raise OSError("a disk is gone")
 
 

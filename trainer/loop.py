@@ -228,11 +228,11 @@ def evaluate(run: Run, hooks: HookList) -> None:
     run.model.eval()
     hooks.on_eval_start(run)
     run.at("evaluation data")
-    for images, labels, _ in run.eval_loader:
+    for images, labels, keys in run.eval_loader:
         run.at("evaluation forward")
         logits = run.model(run.normalize(images))
         run.at("gather")
-        hooks.on_eval_batch(run, logits, labels)
+        hooks.on_eval_batch(run, logits, labels, keys)
         if interrupted(run):
             run.eval_loader.end()
             return

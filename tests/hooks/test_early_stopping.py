@@ -51,7 +51,7 @@ def resumed(processes: Processes, ids: Path) -> int:
 
 
 class Never(Hook):
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
         raise AssertionError(torch.tensor(0))
 
 

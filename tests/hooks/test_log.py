@@ -51,6 +51,15 @@ def test_lines_numbers_and_results_of_two_ranks(two_ranks: Ranks, tmp_path: Path
     assert results["best_acc1"] == max(entry["acc1"] for entry in entries if entry["event"] == "eval")
     assert (results["step"], results["samples"], results["evaluated_samples"], results["epochs"]) == (16, 122, 5, 2)
     assert "'test'" in results["best_picked_on"]
+    assert results["ece"] == entries[-1]["ece"] == zero["metrics"]["ece"]
+    # Five images, of the first five classes.
+    assert list(results["per_class"]) == [str(number) for number in range(10)]
+    assert [figures["support"] for figures in results["per_class"].values()] == [1] * 5 + [0] * 5
+    assert results["per_class"]["7"]["precision"] is None
+    assert 100 * results["macro"]["recall"] == pytest.approx(results["acc1"]), "as many images of each class"
+    assert len(results["mistakes"]) == round(5 * (1 - results["acc1"] / 100))
+    assert {mistake["true"] for mistake in results["mistakes"]} == {str(mistake["index"]) for mistake in results["mistakes"]}
+    assert sum(row["samples"] for row in results["calibration"]) == 5
 
 
 def losses(processes: Processes, folder: Path, out: Path, accumulation: int) -> list[float]:

@@ -23,8 +23,8 @@ class Hook:
 
     def on_eval_start(self, run: Run) -> None: ...
 
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
-        """`logits` (B, classes) float and `labels` (B,) int64 of this rank's batch."""
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
+        """Of this rank's batch `logits` (B, classes) float, `labels` (B,) int64, and `keys` (B,) int64, which are the images' indices."""
 
     def on_eval_end(self, run: Run) -> None: ...
 
@@ -74,9 +74,9 @@ class HookList:
         for hook in self.hooks:
             hook.on_eval_start(run)
 
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
         for hook in self.hooks:
-            hook.on_eval_batch(run, logits, labels)
+            hook.on_eval_batch(run, logits, labels, keys)
 
     def on_eval_end(self, run: Run) -> None:
         for hook in self.hooks:

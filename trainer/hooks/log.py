@@ -18,6 +18,7 @@ from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
+from trainer.metrics import named
 from trainer.record import PLAN
 from trainer.state import Run
 
@@ -138,7 +139,7 @@ class Log(Hook):
                 "event": "eval",
                 "epoch": state.epoch,
                 "step": state.step,
-                **{key: metrics[key] for key in ("acc1", "acc5", "loss", "samples", "bad_images")},
+                **{key: metrics[key] for key in ("acc1", "acc5", "loss", "ece", "samples", "bad_images")},
                 "best_acc1": best["acc1"],
                 "best_epoch": best["epoch"],
                 "seconds": time.perf_counter() - self.eval_start,
@@ -177,7 +178,7 @@ class Log(Hook):
                 "seconds": seconds,
                 "train_seconds": self.train_seconds,
                 "startup_seconds": self.startup_seconds,
-                "confusion": state.metrics["confusion"],
+                **named(state.metrics, run.data.classes),
             },
         )
         self.print(

@@ -20,7 +20,7 @@ class MaxTime(Hook):
     def on_step_end(self, run: Run) -> None:
         self.judge(run)
 
-    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor) -> None:
+    def on_eval_batch(self, run: Run, logits: Tensor, labels: Tensor, keys: Tensor) -> None:
         self.judge(run)
 
     def judge(self, run: Run) -> None:
