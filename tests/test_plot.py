@@ -129,7 +129,10 @@ def test_a_confusion_matrix(classes: int) -> None:
 
 
 def test_pictures_side_by_side() -> None:
-    pictures = [(Image.new("L", (8, 8), 10 * number), f"a $ b\n{number}") for number in range(9)]
+    pictures = [(Image.new("L", (8 + number, 8), 20 + 10 * number), f"a $ b\n{number}") for number in range(9)]
     with drawing():
-        sheet = Image.open(io.BytesIO(png(picture_figure(pictures, "nine"), dpi=50)))
-    assert sheet.width == round(50 * 1.2 * 8)
+        sheet = Image.open(io.BytesIO(png(picture_figure(pictures, "nine"), dpi=100))).convert("L")
+    assert sheet.width == round(100 * 1.2 * 8)
+    # The middle of each, eight in a row.
+    middles = [sheet.getpixel((round(100 * (0.6 + 1.2 * (number % 8))), round(100 * (0.92 + 1.54 * (number // 8))))) for number in range(9)]
+    assert middles == [20 + 10 * number for number in range(9)]
