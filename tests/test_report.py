@@ -138,12 +138,12 @@ def test_all_that_a_run_says_is_on_the_page(tmp_path: Path) -> None:
 def test_many_classes(tmp_path: Path, classes: int) -> None:
     names = [f"class {number}" for number in range(classes)]
     confusion = [[5 * (row == column) for column in range(classes)] for row in range(classes)]
-    confusion[1][0], confusion[0][1] = 7, 3
+    confusion[1][0], confusion[0][1], confusion[1][1] = 7, 3, 4
     write_report(made(tmp_path / "run", results__json=results(names, confusion, []), classes__json=names))
     page = page_of(tmp_path / "run")
     assert (tmp_path / "run" / PLOTS / "confusion.png").exists() == (classes <= 100)
     pairs = [row for row in page.rows if len(row) == 4]
-    assert pairs[1:] == ([["class 1", "class 0", "7", "58.3 %"], ["class 0", "class 1", "3", "37.5 %"]] if classes > 2 else [])
+    assert pairs[1:] == ([["class 1", "class 0", "7", "63.6 %"], ["class 0", "class 1", "3", "37.5 %"]] if classes > 2 else [])
     figures = [row[0] for row in page.rows if len(row) == 6]
     assert len(figures) == classes + 1
     assert figures[1:3] == (["class 1", "class 0"] if classes > 20 else ["class 0", "class 1"]), "the worst first, of many"
