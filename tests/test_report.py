@@ -220,9 +220,11 @@ def test_a_training_on_two_ranks_leaves_one_with_pictures_of_its_mistakes(two_ra
             assert (torch.tensor(list(picture.tobytes())) == torch.tensor(list(ids_image(mistake["index"]).tobytes()))).all()
 
 
-@pytest.mark.parametrize("cache", ["ram", "none"])
+@pytest.mark.parametrize(
+    "knobs", [{"cache": "ram"}, {"cache": "none"}, {"streaming": True}], ids=["in memory", "decoded each time", "streamed"]
+)
 def test_pictures_of_large_images_are_small_and_one_that_cannot_be_read_is_left_out(
-    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for split in ("train", "test"):
         write_parquet(
@@ -235,7 +237,7 @@ def test_pictures_of_large_images_are_small_and_one_that_cannot_be_read_is_left_
             raise ImageError("image 5 cannot be read")
         return whole(self, indices)
 
-    with alone_run(tmp_path, cache=cache, output_dir=str(tmp_path / "out"), augment="none", channels="3") as run:
+    with alone_run(tmp_path, **knobs, output_dir=str(tmp_path / "out"), augment="none", channels="3") as run:
         run.state.metrics["mistakes"] = [(4, 0, 1, 0.9), (5, 1, 0, 0.8), (6, 0, 1, 0.7)]
         stale = run.output_dir / PLOTS / MISTAKES / "1.png"
         stale.parent.mkdir(parents=True)

@@ -117,7 +117,7 @@ h3 { margin: 24px 0 10px; font-size: 15px; font-weight: 600; }
 .pairs div:first-child { border-top: 0; }
 .pairs dt { color: var(--muted); overflow-wrap: anywhere; }
 .pairs dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
-.scroll { overflow: auto; max-height: 34rem; }
+.scroll { overflow: auto; max-height: 46rem; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 14px; text-align: left; vertical-align: top; border-top: 1px solid var(--grid); font-weight: 400; }
 tbody th { white-space: nowrap; max-width: 22em; overflow: hidden; text-overflow: ellipsis; }
@@ -152,6 +152,9 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
   .pairs div { grid-template-columns: 1fr; gap: 0; }
   .mistakes { grid-template-columns: repeat(3, 1fr); gap: 8px; }
   th, td { padding: 6px 10px; }
+  td:not(.number) { min-width: 9em; }
+  tbody th { white-space: normal; overflow: visible; overflow-wrap: anywhere; min-width: 3em; max-width: 10em; }
+  .bar { display: none; }
 }
 @media print {
   body { background: none; font-size: 12px; }
