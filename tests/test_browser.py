@@ -91,6 +91,8 @@ def test_it_looks_right(
 ) -> None:
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     page = context.new_page()
+    # Milliseconds; on a busy machine chromium alone can take half a minute to come up.
+    page.set_default_timeout(120_000)
     heard: list[str] = []
     page.on("console", lambda message: heard.append(message.text))
     page.on("pageerror", lambda error: heard.append(str(error)))
