@@ -1,5 +1,6 @@
 """The command, launched as a user launches it; and a hang, which ends with a row and with where each rank stands."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,11 @@ def test_a_healthy_machine_passes(tmp_path: Path, config: str, processes: int) -
     assert table["readable data"][1] == "78 images opened (train 61, test 17)"
     assert table["evaluation"][1].startswith("17 of 17 images counted")
     assert re.fullmatch(r"doctor: \d+ passed, 0 failed, \d+ skipped in \d+\.\d s", done.lines[-1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids"], "it writes nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids", "out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["doctor.json"], "all that it leaves"
+    kept = json.loads((tmp_path / "out" / "doctor.json").read_text(encoding="utf-8"))
+    assert {check["name"]: (check["status"], check["measured"]) for check in kept["checks"]} == table
+    assert kept["summary"] == done.lines[-1]
     if processes == 2:
         assert table["process group"][1] == "gloo, 2 processes = WORLD_SIZE, on the CPU"
         assert "Warning" not in done.errors

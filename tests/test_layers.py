@@ -15,10 +15,10 @@ from tests.helpers import ROOT
 LAYERS = [
     {"stops", "cpu"},
     {"runtime"},
-    {"files", "finite", "pace", "plot", "watch", "writer"},
-    {"config", "seeding"},
+    {"files", "finite", "pace", "plot", "record", "watch", "writer"},
+    {"config", "curves", "page", "seeding"},
     {"data", "models", "accelerator", "metrics"},
-    {"optim", "ema"},
+    {"optim", "ema", "html_report"},
     {"auto_batch"},
     {"state"},
     {"agreement"},
@@ -28,7 +28,7 @@ LAYERS = [
     {"hooks"},
     {"loop"},
     {"checks", "lr_finder"},
-    {"main", "doctor", "find_lr"},
+    {"main", "doctor", "find_lr", "report", "compare"},
     {"spawn"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -79,7 +79,11 @@ def test_no_cycles() -> None:
 
 def test_nobody_but_spawn_imports_a_command() -> None:
     assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
-    assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor", "trainer.find_lr"} & others]
+    assert not [
+        name
+        for name, others in GRAPH.items()
+        if {"trainer.spawn", "trainer.doctor", "trainer.find_lr", "trainer.report", "trainer.compare"} & others
+    ]
 
 
 def test_hooks_do_not_know_each_other() -> None:

@@ -895,6 +895,7 @@ def assert_a_whole_run(folder: Path, mistake: Mistake) -> None:
         "config.yaml",
         "env.json",
         "classes.json",
+        "plan.json",
         "train.log",
         "metrics.jsonl",
         "exit.json",

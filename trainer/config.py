@@ -183,6 +183,8 @@ class RunConfig:
     """folder for everything the run writes; unset: runs/<dataset>-<time>"""
     log_interval: int = 50
     """updates between two log lines"""
+    report: bool = True
+    """make report.html and plots/*.png at the end: about a second"""
     profile: int | None = None
     """record this many updates with torch.profiler, after ten of warm-up, into output_dir/profile: a trace for a viewer, and a
     table of where the time goes; unset: none"""

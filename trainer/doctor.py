@@ -13,7 +13,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainer.config import Config, parse
-from trainer.runtime import Processes, run_command
+from trainer.runtime import Processes, UserError, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,10 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def examine(config: Config, processes: Processes) -> None:
-    """Inspect a run built as main.py builds it, and leave the group; nothing is written but temporary files.
+    """Inspect a run built as main.py builds it, and leave the group; temporary files aside, only `--output_dir`'s doctor.json is written.
 
     Raises:
         SystemExit: a check failed.
+        UserError: doctor.json cannot be written.
     """
     from trainer.checks import leaving
     from trainer.checks.report import Report, add, watched
@@ -50,10 +51,35 @@ def examine(config: Config, processes: Processes) -> None:
     add(report, leaving.NAME, result, rank)
     if rank == 0:
         print(report.summary(), flush=True)
+        if config.output_dir is not None:
+            write(report, Path(config.output_dir))
     elif result.status == "FAIL":
         print(f"doctor: rank {rank}: {result.measured}", file=sys.stderr, flush=True)
     if report.failed:
         raise SystemExit(1)
+
+
+def write(report: "Report", folder: Path) -> None:
+    """doctor.json, which the report of a run in that folder shows.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    import time
+
+    from trainer.files import write_json
+    from trainer.record import DOCTOR
+
+    content = {
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+        "summary": report.summary(),
+        "checks": [{"name": name, "status": result.status, "measured": result.measured} for name, result in report.results.items()],
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / DOCTOR, content)
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be made or written ({error.strerror}): choose another --output_dir") from None
 
 
 def inspect_run(config: Config, processes: Processes, report: "Report") -> Any:

@@ -13,7 +13,7 @@ from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
 from trainer.loop import check_gradients, forward_backward, timed
 from trainer.models.head import train_mode
-from trainer.plot import Line, chart
+from trainer.plot import Chart, Line, chart_figure, drawing, svg
 from trainer.state import Run
 
 LOWEST, HIGHEST, UPDATES = 1e-7, 10.0, 100
@@ -160,7 +160,13 @@ def picture(found: Sweep) -> str:
     low, lowest = min(found.losses), found.smoothed.index(min(found.smoothed))
     high = max(found.smoothed[: lowest + 1])
     margin = 0.25 * (high - low) or 0.1
-    lines = [Line("each update", found.losses, "#7fb2e8", 1.0), Line("smoothed", found.smoothed, "#0b5cad", 2.5)]
+    lines = (
+        Line("each update", found.rates, found.losses, "teal", width=0.9),
+        Line("smoothed", found.rates, found.smoothed, "blue", width=2.2),
+    )
     suggestion = found.suggestion
     mark = (suggestion, f"steepest fall: {suggestion:.2g}") if suggestion is not None else None
-    return chart("Training loss while the rate rises", "learning rate", found.rates, lines, (low - margin, high + margin), mark)
+    title = "Training loss while the rate rises"
+    chart = Chart(title, "learning rate", lines, (low - margin, high + margin), x_log=True, mark=mark)
+    with drawing():
+        return svg(chart_figure([chart]), title)

@@ -40,6 +40,7 @@ def train(config: Config, processes: Processes) -> None:
     from trainer.hooks.max_time import MaxTime
     from trainer.hooks.profiler import Profiler
     from trainer.hooks.progress import Progress
+    from trainer.hooks.report import Report
     from trainer.hooks.save_on_main import SaveOnMain
     from trainer.hooks.seed_processes import SeedProcesses
     from trainer.hooks.set_epoch import SetEpoch
@@ -76,7 +77,7 @@ def train(config: Config, processes: Processes) -> None:
     elif config.resume_from_checkpoint is not None:
         run.resume_notes = [f"there is no checkpoint in {run.output_dir}: the training starts anew"]
     run.watch.start(run.output_dir)
-    fit(run, HookList((*hooks, Checkpoints(hooks))))
+    fit(run, HookList((*hooks, Checkpoints(hooks), Report())))
     if run.state.interrupted is not None:
         raise Stopped(
             f"{run.state.interrupted} at update {run.state.step}, epoch {run.state.epoch + 1}; go on with --resume {run.output_dir}"

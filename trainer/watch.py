@@ -47,6 +47,7 @@ PHASES = {
     "checkpoint": "the checkpoint",
     "log": "the logging",
     "audit": "the audit of the ranks",
+    "report": "the report",
 }
 # A rank's states: at work; ended by an error of its own; ended since another did; gone without a word; ended in order; stacks written.
 RUNNING, FAILED, ENDED, LOST, CLOSED, DUMPED = "running", "failed", "ended", "lost", "closed", "dumped"

@@ -1,4 +1,4 @@
-"""What the user reads: the block before training, log lines, train.log, metrics.jsonl, results.json; once, from the main process."""
+"""What the user reads: the block before training, log lines, train.log, the same as numbers; once, from the main process."""
 
 import json
 import math
@@ -19,6 +19,7 @@ from trainer.data.transforms import MEASURED
 from trainer.files import flush, write_json
 from trainer.hooks.base import Hook
 from trainer.metrics import named
+from trainer.record import PLAN
 from trainer.state import Run
 
 
@@ -44,7 +45,9 @@ class Log(Hook):
             self.lines = (run.output_dir / "train.log").open("a", encoding="utf-8")
             self.numbers = reopen(run.output_dir / "metrics.jsonl", self.entries)
             run.processes.at_exit.append(self.close)
-            for key, value in describe(run):
+            plan = describe(run)
+            write_json(run.output_dir / PLAN, plan)
+            for key, value in plan:
                 self.print(f"{key:>10} {value}")
         self.fit_start = self.start = time.perf_counter()
 
