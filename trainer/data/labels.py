@@ -31,8 +31,8 @@ def encode(name: str, parts: "Sequence[Dataset]") -> tuple[tuple[str, ...], list
     by_number = "whole number" in kinds
     found: list[list[Any]] = []
     for part, feature, kind in zip(parts, features, kinds, strict=True):
-        # Not part["label"], which gives one row after the other.
-        values = part.select_columns("label")[:]["label"]
+        # A data set in memory gives a column one row after the other.
+        values = part.select_columns("label")[:]["label"] if isinstance(part, datasets.Dataset) else list(part["label"])
         if kind == "class":
             values = [None if v is None or v < 0 else v if by_number else feature.names[v] for v in values]
         if None in values:
