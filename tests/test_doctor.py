@@ -139,7 +139,7 @@ def shortened(processes: Processes, folder: Path, eval_batch_size: int) -> tuple
     config = Config(dataset=str(folder), eval_batch_size=eval_batch_size, cache="none", normalize="none")
     data, config = shorten_test(load_data(config, processes), config, processes)
     images, *_ = data.test[len(data.test) - 1]
-    return len(data.test), config.eval_batch_size, ids_of(images[None])[0]
+    return len(data.test), config.eval_batch_size or 0, ids_of(images[None])[0]
 
 
 def test_a_large_test_split_is_cut_with_the_tail_that_it_has(two_ranks: Ranks, tmp_path: Path) -> None:

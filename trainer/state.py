@@ -266,7 +266,7 @@ def build_run(
     if processes.count > 1:
         keep_strides(module)
     optimizer = build_optimizer(config, module)
-    train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device)
+    train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device, accelerator.native_amp)
     model, optimizer = accelerator.prepare(module, optimizer)
     late_buffers = processes.count > 1 and config.broadcast_buffers and only_batchnorm_buffers(module)
     if late_buffers:

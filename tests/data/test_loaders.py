@@ -1,7 +1,9 @@
 """The data of a run: batch sizes planned, splits opened, and the same batches whatever the cache and the workers."""
 
 import io
+import multiprocessing.process
 import random
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,3 +368,31 @@ def eval_sizes(processes: Processes, folder: Path) -> list[int]:
 def test_the_evaluation_batch_is_at_most_a_ranks_share(two_ranks: Ranks, tmp_path: Path) -> None:
     """So that few images are spread over all ranks, and none is filled up with more repetitions than needed."""
     assert two_ranks.run(eval_sizes, write_ids(tmp_path / "ids", train=4, test=7)) == [[4], [4]]
+
+
+@pytest.mark.parametrize(
+    ("side", "knobs", "size"),
+    [(64, {}, 250), (64, {"mixed_precision": "bf16"}, 500), (65, {"mixed_precision": "bf16"}, 125), (65, {"eval_batch_size": 7}, 7)],
+)
+def test_images_evaluated_at_once(tmp_path: Path, side: int, knobs: dict[str, Any], size: int) -> None:
+    folder = write_ids(tmp_path / "ids", train=10, test=510)
+    with alone_run(folder, image_size=str(side), cache="none", normalize="none", **knobs) as run:
+        _, labels, _ = next(iter(run.eval_loader))
+        assert len(labels) == size
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_whose_path_is_too_long_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """76 characters would leave the workers' sockets with 108, and the run would wait for them for ever."""
+    folder = write_ids(tmp_path / "ids", train=20, test=6)
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))
+    temporary /= "x" * (length - len(str(temporary)) - 1)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    if length == 75:
+        assert len(batches(folder, None, num_workers=1)["test"]) == 2
+        return
+    with pytest.raises(UserError, match=r"--num_workers 1: .* set TMPDIR to one of 75 characters at most$"):
+        batches(folder, None, num_workers=1)
+    assert len(batches(folder, None)["test"]) == 2

@@ -53,7 +53,7 @@ def images_of(source: Source, config: Config) -> tuple[Images, ...]:
 
 def shorten_test(data: Data, config: Config, processes: Processes) -> tuple[Data, Config]:
     """The first test images, about `EVALUATED`, whose last batch is filled up as the whole split's would be."""
-    size = min(config.eval_batch_size, max(1, EVALUATED // processes.count))
+    size = min(config.eval_batch_size or 125, max(1, EVALUATED // processes.count))
     every = size * processes.count
     if len(data.test) <= max(EVALUATED, every):
         return data, config

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,11 @@ CACHES = ("device", "ram", "none")
 PRESETS = ("trivialaugment", "randaugment")
 # Training images whose headers tell the channels, and the size.
 LOOKED_AT = 64
+
+# 107 characters, unix(7), less the 32 that Python adds.
+LONGEST_TEMPORARY = 75
+# Pixels of an image, at most.
+SMALL_IMAGE = 64 * 64
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,12 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     Raises:
         UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
+    with processes.together():
+        if config.num_workers and not workers_can_answer():
+            raise UserError(
+                f"--num_workers {config.num_workers}: the path of the temporary folder, {tempfile.gettempdir()}, is too long for workers' "
+                f"sockets: set TMPDIR to one of {LONGEST_TEMPORARY} characters at most"
+            )
     source = find_source(config, processes)
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
@@ -112,11 +124,16 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
         for split in kept:
             if cache != "none":
                 # This process's share of the cores; its threads have nothing to do yet.
-                split.decode_all(min(torch.get_num_threads(), cores()))
+                split.decode_all(min(torch.get_num_threads(), cores()) if workers_can_answer() else 1)
             if cache == "device":
                 split.to(processes.state.device)
     mean, std = normalisation(config.normalize, train, processes)
     return Data(train, test, source.test_split, source.classes, mean, std, plan, source.test_numbers, about)
+
+
+def workers_can_answer() -> bool:
+    """Whether a data worker's socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, has a path that the kernel takes; it would wait for ever."""
+    return len(tempfile.gettempdir()) <= LONGEST_TEMPORARY
 
 
 def find_source(config: Config, processes: Processes) -> Source:
@@ -252,7 +269,17 @@ def plan_batches(config: Config, samples: int, processes: int) -> BatchPlan:
     return BatchPlan(samples, processes, batch_size, accumulation)
 
 
-def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
+def eval_batch_size(config: Config, data: Data, autocast: bool) -> int:
+    """`--eval_batch_size`, or what was fastest on a CPU with 28 x 28 images (benchmarks/speed.py); large images need the memory."""
+    if config.eval_batch_size is not None:
+        return config.eval_batch_size
+    _, height, width = data.test.shape
+    return 125 if height * width > SMALL_IMAGE else 500 if autocast else 250
+
+
+def build_loaders(
+    data: Data, config: Config, device: torch.device, autocast: bool = False
+) -> tuple[DataLoader[Batch], DataLoader[Batch], EpochSampler]:
     """Train loader and evaluation loader, still to be prepared, with even_batches=False and True; the train loader's sampler."""
 
     def loader(split: ImageDataset, **batches: Any) -> DataLoader[Batch]:
@@ -272,4 +299,4 @@ def build_loaders(data: Data, config: Config, device: torch.device) -> tuple[Dat
         sampler = BlockSampler(data.train.rows.blocks, config.seed, config.shuffle_buffer, lanes_of(data.train.rows))
     train = loader(data.train, batch_sampler=RankBatchSampler(sampler, data.plan))
     largest_share = -(-len(data.test) // data.plan.processes)
-    return train, loader(data.test, batch_size=min(config.eval_batch_size, largest_share)), sampler
+    return train, loader(data.test, batch_size=min(eval_batch_size(config, data, autocast), largest_share)), sampler
