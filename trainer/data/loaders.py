@@ -132,7 +132,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
 
 
 def workers_can_answer() -> bool:
-    """Whether a data worker's socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, has a path that the kernel takes; it would wait for ever."""
+    """Whether a worker's socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, has a path that the kernel takes; else it waits for ever."""
     return len(tempfile.gettempdir()) <= LONGEST_TEMPORARY
 
 
