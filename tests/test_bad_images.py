@@ -49,7 +49,7 @@ def without_counts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def probabilities(metrics: dict[str, Any]) -> list[float]:
-    """Take out what rests on probabilities, whose last digits depend on the size of an evaluation's last batch; mistakes without indices."""
+    """Take out what rests on probabilities, whose last digits depend on the size of the last batch; mistakes without indices."""
     numbers = [number for mistake in metrics.pop("mistakes") for number in mistake[1:]]
     return [metrics.pop("ece"), *numbers, *(number for row in metrics.pop("calibration") for number in row)]
 
