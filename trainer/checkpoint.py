@@ -42,7 +42,7 @@ NAME = re.compile(r"step_\d+")
 # Another value makes the checkpoint useless: the weights or the optimizer's state would not fit, or the order of the epoch not be the same.
 FIXED = ("model", "weights", "freeze", "optimizer", "seed", "normalize", "streaming", "shuffle_buffer")
 # Says where, not what, is trained.
-INCIDENTAL = ("output_dir", "resume_from_checkpoint")
+INCIDENTAL = ("output_dir", "resume_from_checkpoint", "push_to_hub")
 
 
 @dataclass(frozen=True)

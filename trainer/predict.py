@@ -1,4 +1,4 @@
-"""Predictions: `python trainer/predict.py MODEL FILES_OR_FOLDERS … [--top_k N] [--json | --csv]`, in one process, on a GPU where there is one."""
+"""Predictions: `python trainer/predict.py MODEL IMAGES … [--top_k N] [--json | --csv]`: one process, on a GPU where there is one."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -66,10 +66,10 @@ def predict(arguments: "argparse.Namespace") -> int:
     model, preprocess = load_model(arguments.folder, arguments.model)
     top_k = min(arguments.top_k, len(preprocess.classes))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device)
+    model.to(device)
     preprocess.normalize.to(device)
     printer = print_json if arguments.json else print_csv if arguments.csv else print_table
-    predictions = Predictions(model, preprocess, device, files, arguments.batch_size, top_k)
+    predictions = Predictions(model, preprocess, files, arguments.batch_size, top_k)
     printer(predictions, top_k)
     return EXIT_FAILURE if predictions.broken else EXIT_DONE
 
@@ -81,8 +81,8 @@ class Predictions:
         broken: files that could not be read so far.
     """
 
-    def __init__(self, model: "nn.Module", preprocess: "Preprocess", device: object, files: list[str], batch_size: int, top_k: int) -> None:
-        self.model, self.preprocess, self.device = model, preprocess, device
+    def __init__(self, model: "nn.Module", preprocess: "Preprocess", files: list[str], batch_size: int, top_k: int) -> None:
+        self.model, self.preprocess = model, preprocess
         self.files, self.batch_size, self.top_k = files, batch_size, top_k
         self.broken = 0
 
@@ -99,7 +99,7 @@ class Predictions:
                 self.broken += len(names) - len(read)
                 if not read:
                     continue
-                images = torch.stack([pixels for _, pixels in read]).to(self.device)
+                images = torch.stack([pixels for _, pixels in read]).to(self.preprocess.normalize.mean.device)
                 top = self.model(self.preprocess.normalize(images)).float().softmax(1).topk(self.top_k)
                 for (name, _), numbers, shares in zip(read, top.indices.tolist(), top.values.tolist(), strict=True):
                     yield name, [(self.preprocess.classes[number], share) for number, share in zip(numbers, shares, strict=True)]
