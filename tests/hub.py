@@ -1,6 +1,7 @@
 """A Hub on this machine, for its real client: what it takes to find and read a data set, and to make and fill a model's repository."""
 
 import base64
+import hashlib
 import http.server
 import json
 import re
@@ -103,7 +104,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     models[found[1]][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
             self.answer_json({"commitUrl": f"{url}/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
         elif (found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)) and found[2] in models.get(found[1], {}):
-            self.answer(200, models[found[1]][found[2]])
+            body = models[found[1]][found[2]]
+            # The client keeps files by this tag.
+            self.answer(200, body, ETag=f'"{hashlib.sha1(body).hexdigest()}"')
         elif (found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path)) and found[1] in models:
             siblings = [{"rfilename": name} for name in models[found[1]]]
             self.answer_json({"id": found[1], "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import write_ids, write_parquet
+from tests.helpers import write_ids
 from tests.launching import ACCELERATE, CONFIGS, finish, started
 from tests.photos import COLOURS, photo, write_photos
 from tests.ranks import Ranks
@@ -20,6 +20,7 @@ from trainer.main import main as train
 from trainer.runtime import UserError
 
 EVALUATE = Path(evaluate.__file__)
+SMALL = ("--epochs", "1", "--batch_size", "8", "--image_size", "8", "--output_dir", "run")
 
 
 def evaluated(folder: str, words: list[str]) -> None:
@@ -84,7 +85,7 @@ def test_other_data_and_json(photos_run: Path, tmp_path: Path, capsys: pytest.Ca
 def test_what_was_held_out_is_found_again(tmp_path: Path) -> None:
     folder = write_photos(tmp_path / "set", train=8)
     shutil.move(folder / "train", tmp_path / "all")
-    train("--data_dir all --val_fraction 0.25 --seed 3 --epochs 1 --batch_size 8 --image_size 8 --output_dir run".split())
+    train([*SMALL, "--data_dir", "all", "--val_fraction", "0.25", "--seed", "3"])
     found = figures(tmp_path, "run")
     assert (found["split"], found["samples"]) == ("held out", 6)
     assert found["acc1"] == best(tmp_path / "run")["acc1"]
@@ -145,9 +146,7 @@ def without_data(place: Path) -> None:
 
 
 def two_splits(place: Path) -> None:
-    (place / "set").mkdir()
-    for split in ("train", "extra"):
-        write_parquet(place / "set" / f"{split}.parquet", [photo("rust", 0)], [0])
+    write_photos(place / "set", train=1, training=1)
 
 
 MISTAKES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
@@ -160,8 +159,16 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     ),
     "data not there": ("RUN", "--data_dir photos: a local data set is a folder, and photos is not there (that is what", lambda place: None),
     "data not recorded": ("run", "the model folder run does not say what it was trained on: name data by --dataset", without_data),
-    "no such split": ("RUN --dataset set --eval_split dev", "--eval_split dev: --dataset set has only the splits 'e", two_splits),
-    "no split": ("RUN --dataset set", "--dataset set has no split to evaluate on, only the splits 'e", two_splits),
+    "no such split": (
+        "RUN --dataset set --eval_split dev",
+        "--eval_split dev: --dataset set has only the splits 'train', 'training'",
+        two_splits,
+    ),
+    "no split": (
+        "RUN --dataset set",
+        "--dataset set has no split to evaluate on, only the splits 'train', 'training': name one",
+        two_splits,
+    ),
     "both": ("RUN --dataset set --data_dir x", "--data_dir x contradicts --dataset set: leave one of them out", two_splits),
     "for training": ("RUN --epochs 3", "--epochs is for training: leave it out", lambda place: None),
     "mistyped": ("RUN --eval_batch_sise 3", "unknown flag --eval_batch_sise: did you mean --eval_batch_size?", lambda place: None),
@@ -192,7 +199,7 @@ def test_a_model_of_ones_own_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     write_photos(tmp_path / "set", train=4, val=2)
     own = ["--model", "nets_of_mine:small"]
-    train([*own, *"--data_dir set --image_size 8 --epochs 1 --batch_size 4 --output_dir run".split()])
+    train([*own, *SMALL, "--data_dir", "set"])
     capsys.readouterr()
     with pytest.raises(SystemExit):
         evaluate.main(["run"])

@@ -20,7 +20,7 @@ from tests.photos import photo, write_photos
 from trainer import Classifier
 from trainer.main import main
 
-FLAGS = (*"--data_dir photos --image_size 8 --epochs 2 --batch_size 4".split(), "--push_to_hub", "me/colours")
+FLAGS = ("--data_dir", "photos", "--image_size", "8", "--epochs", "2", "--batch_size", "4", "--push_to_hub", "me/colours")
 
 
 @pytest.fixture
@@ -75,9 +75,10 @@ def test_a_training_is_pushed(tmp_path: Path, hub: Hub) -> None:
         "print(model(model.preprocess(photo('rust', 0))).tolist())"
     )
     environment = {**os.environ, **variables(hub), "HF_HOME": str(tmp_path / "cache")}
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr
     local = Classifier.from_pretrained("run/model")
-    assert torch.equal(torch.tensor(json.loads(loaded)), local(local.preprocess(photo("rust", 0))))
+    assert torch.equal(torch.tensor(json.loads(loaded.stdout)), local(local.preprocess(photo("rust", 0))))
     assert load(files["model.safetensors"]).keys() == local.module.state_dict().keys()
 
 

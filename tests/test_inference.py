@@ -104,6 +104,6 @@ def test_the_package_is_light() -> None:
     code = "import sys, trainer; print('torch' in sys.modules, 'huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False False\n"
     with pytest.raises(AttributeError, match="'trainer' has no attribute 'load_modle'"):
-        _ = trainer.load_modle  # type: ignore[attr-defined]
+        _ = trainer.load_modle
     assert isinstance(trainer.inference.Preprocess, type)
     assert Preprocess is trainer.inference.Preprocess
