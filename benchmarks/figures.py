@@ -64,7 +64,8 @@ def main() -> None:
             )
     for runs in table.values():
         for run in runs:
-            del run["confusion"]
+            for part in ("confusion", "per_class", "calibration", "mistakes"):
+                del run[part]
     Path(__file__).with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 

@@ -15,6 +15,7 @@ for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
 
 import pytest
 
+from tests.photos import train_on_photos
 from tests.ranks import Ranks
 
 
@@ -30,6 +31,12 @@ def three_ranks() -> Iterator[Ranks]:
     ranks = Ranks(3)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def photos_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on photos of three classes, in `run`, beside its data in `photos`. Not to be changed."""
+    return train_on_photos(tmp_path_factory.mktemp("photos-run"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from tests.ranks import Ranks, alone
 from tests.sessions import Session, StopAt, session
 from trainer.checkpoint import listed
 from trainer.ema import Ema
-from trainer.export import load_model
+from trainer.export import read_model
 from trainer.hooks.base import Hook
 from trainer.hooks.gather_metrics import GatherMetrics
 from trainer.hooks.log import describe
@@ -101,7 +101,7 @@ def test_what_is_evaluated_and_exported(two_ranks: Ranks, ids: Path, tmp_path: P
     assert exported.keys() == expected.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, expected[name]), name
-    model, config = load_model(tmp_path / "out" / "model")
+    model, config = read_model(tmp_path / "out" / "model")
     assert config["ema_decay"] == 0.8
     assert (config["acc1"], config["loss"]) == (zero["metrics"]["acc1"], zero["metrics"]["loss"])
     loss, right = evaluated_alone(ids, model)

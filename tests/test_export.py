@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer import export
-from trainer.export import load_model, save_model
+from trainer.export import read_model, save_model
 from trainer.files import write_json
 from trainer.models.convnet import ConvNet
 from trainer.runtime import UserError
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_equal_logits_after_loading(folder: Path) -> None:
-    model, config = load_model(folder)
+    model, config = read_model(folder)
     assert type(model) is ConvNet
     assert not model.training
     assert config == CONFIG
@@ -56,7 +56,7 @@ def test_equal_logits_after_loading(folder: Path) -> None:
     plain = ConvNet(1, (8, 8), 10)
     plain.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
     assert plain.state_dict()["layer1.1.num_batches_tracked"] == 1
-    assert load_model(str(folder))[1] == CONFIG
+    assert read_model(str(folder))[1] == CONFIG
 
 
 def test_files_are_numbers_and_text(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_state_of_a_real_scaler(tmp_path: Path) -> None:
 
 def test_a_second_save_replaces_the_whole_folder(folder: Path) -> None:
     save_model(folder, trained(1), {**CONFIG, "acc1": 98.0}, None)
-    model, config = load_model(folder)
+    model, config = read_model(folder)
     assert torch.equal(logits(model), logits(trained(1)))
     assert not torch.equal(logits(model), logits(trained(0)))
     assert config["acc1"] == 98.0
@@ -94,9 +94,9 @@ def test_a_save_that_fails_leaves_the_old_model(folder: Path, monkeypatch: pytes
         patch.setattr(export, name, full)
         with pytest.raises(OSError, match="No space left"):
             save_model(folder, trained(1), CONFIG, SCALER)
-    assert torch.equal(logits(load_model(folder)[0]), logits(trained(0)))
+    assert torch.equal(logits(read_model(folder)[0]), logits(trained(0)))
     save_model(folder, trained(2), CONFIG, SCALER)
-    assert torch.equal(logits(load_model(folder)[0]), logits(trained(2)))
+    assert torch.equal(logits(read_model(folder)[0]), logits(trained(2)))
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"]
 
 
@@ -104,9 +104,9 @@ def test_what_a_killed_save_left_does_not_disturb(folder: Path) -> None:
     for leftover in (".model.tmp", ".model.old"):
         (folder.parent / leftover / "deep").mkdir(parents=True)
         (folder.parent / leftover / "model.safetensors").write_bytes(b"half")
-    assert load_model(folder)[1] == CONFIG
+    assert read_model(folder)[1] == CONFIG
     save_model(folder, trained(1), CONFIG, SCALER)
-    assert torch.equal(logits(load_model(folder)[0]), logits(trained(1)))
+    assert torch.equal(logits(read_model(folder)[0]), logits(trained(1)))
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"]
 
 
@@ -116,7 +116,7 @@ def test_channels_last_weights(tmp_path: Path) -> None:
     assert not weight.is_contiguous()
     save_model(tmp_path / "model", model, CONFIG, None)
     assert not weight.is_contiguous(), "saving changed the model"
-    assert torch.equal(logits(load_model(tmp_path / "model")[0]), logits(trained()))
+    assert torch.equal(logits(read_model(tmp_path / "model")[0]), logits(trained()))
 
 
 def test_tied_weights_and_views(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
 def test_a_broken_folder_is_refused_by_name(folder: Path, kind: str) -> None:
     BREAKS[kind](folder)
     with pytest.raises(UserError) as raised:
-        load_model(folder)
+        read_model(folder)
     assert str(raised.value).startswith(f"the model folder {folder} cannot be loaded: ")
     assert "\n" not in str(raised.value)
 
@@ -169,7 +169,7 @@ def test_a_broken_folder_is_refused_by_name(folder: Path, kind: str) -> None:
 def test_another_architecture_is_refused(folder: Path) -> None:
     edit(folder, architecture="squeezenet1_1")
     with pytest.raises(UserError, match=r"cannot be loaded: it lacks features\.0\.weight, .* and \d+ more, it has fc\.bias, ") as raised:
-        load_model(folder)
+        read_model(folder)
     assert "\n" not in str(raised.value)
 
 
@@ -177,9 +177,9 @@ def test_a_folder_alone_runs_no_code(folder: Path) -> None:
     """Its config.json could name any function of any package."""
     edit(folder, architecture="os:mkdir")
     with pytest.raises(UserError, match=f"^the model folder {folder} is of os:mkdir, which is code, and a folder alone has none run: name"):
-        load_model(folder)
+        read_model(folder)
     with pytest.raises(UserError, match=f"^the model folder {folder} is of os:mkdir, "):
-        load_model(folder, factory="own:make")
+        read_model(folder, factory="own:make")
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.helpers import ids_image, png, write_ids, write_parquet
 from tests.launching import ACCELERATE, CONFIGS, MAIN, finish, started
 from tests.ranks import Ranks, rank_environment
 from trainer.checkpoint import listed
-from trainer.export import load_model
+from trainer.export import read_model
 from trainer.files import write_manifest
 from trainer.main import main
 from trainer.runtime import REFUSED_ENGINES, UserError
@@ -957,12 +957,12 @@ def test_mistakes_with_a_real_launcher(ids: Path, trained: Path, tmp_path: Path,
 
 def test_a_hostile_pickle_in_a_model_folder(trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained / "model", tmp_path / "model"))
-    assert load_model(folder)[1]["classes"] == [str(number) for number in range(10)]
+    assert read_model(folder)[1]["classes"] == [str(number) for number in range(10)]
     payload = pickle.dumps(Payload(tmp_path / "executed"))
     for name in ("model.safetensors", "config.json"):
         (folder / name).write_bytes(payload)
         with pytest.raises(UserError, match=f"^the model folder {folder} cannot be loaded: .*: name another run's$"):
-            load_model(folder)
+            read_model(folder)
         assert not (tmp_path / "executed").exists()
     pickle.loads(payload)
     assert (tmp_path / "executed").is_dir(), "that it would show"

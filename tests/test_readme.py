@@ -1,20 +1,24 @@
 """The README says what is there, and its commands and examples are run as they stand."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers import ROOT
 from tests.launching import launch
 from tests.ranks import free_port
+from trainer.main import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PYTHON_BLOCKS = [block for block in BLOCKS if "inspect(" not in block]
+PYTHON_BLOCKS = [block for block in BLOCKS if "inspect(" not in block and "load_model(" not in block]
 
 
 def command(name: str) -> str:
@@ -72,14 +76,44 @@ def test_examples_run_on_two_processes(tmp_path: Path, number: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_there_are_examples() -> None:
     assert len(PYTHON_BLOCKS) == 2
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
+
+
+def test_what_comes_after_training(tmp_path: Path) -> None:
+    """As they stand, from a clone's root, on a run in runs/mine."""
+    import datasets
+
+    (tmp_path / "trainer").symlink_to(ROOT / "trainer")
+    (tmp_path / "photos").mkdir()
+    digits = datasets.Dataset.from_parquet(str(ROOT / "trainer" / "data" / "mnist5k" / "test.parquet")).cast_column(
+        "image", datasets.Image(decode=False)
+    )
+    (tmp_path / "photos" / "seven.png").write_bytes(digits[0]["image"]["bytes"])
+    main(["--max_steps", "20", "--output_dir", "runs/mine"])
+    found = re.search(r"<!-- commands: after -->\n```sh\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    outputs = []
+    for line in found[1].splitlines():
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        run = subprocess.run(
+            ["bash", "-c", line], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        outputs.append(run.stdout)
+    accuracy = json.loads((tmp_path / "runs" / "mine" / "results.json").read_text())["acc1"]
+    assert outputs[0].startswith(f"eval  runs/mine/model acc1 {accuracy:.2f} ")
+    assert outputs[1].splitlines()[1].startswith("photos/seven.png")
+    assert (tmp_path / "mine.onnx").is_file()
+    (example,) = (block for block in BLOCKS if "load_model(" in block)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["probabilities"].shape == (1, 10)
+    assert float(names["probabilities"].sum()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("forgotten", ["", "        start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])

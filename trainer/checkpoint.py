@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainer.agreement import await_checkpoint, check_tensors, newest_checkpoint
 from trainer.config import Config
-from trainer.export import contiguous, copied, take_over, write_tensors
+from trainer.export import MODEL, contiguous, copied, take_over, write_tensors
 from trainer.files import MANIFEST, beside, problem, recover_folder, replace_folder, write_json, write_manifest
 from trainer.models.weights import load_tensors
 from trainer.optim import plan_lr
@@ -36,13 +36,13 @@ from trainer.runtime import Processes, RunError, UserError, disk_full
 from trainer.seeding import generator_states
 from trainer.state import Run, TrainState, planned_steps
 
-CHECKPOINTS, SET_ASIDE, MODEL = "checkpoints", "set_aside", "model"
+CHECKPOINTS, SET_ASIDE = "checkpoints", "set_aside"
 VERSION = 1
 NAME = re.compile(r"step_\d+")
 # Another value makes the checkpoint useless: the weights or the optimizer's state would not fit, or the order of the epoch not be the same.
 FIXED = ("model", "weights", "freeze", "optimizer", "seed", "normalize", "streaming", "shuffle_buffer")
 # Says where, not what, is trained.
-INCIDENTAL = ("output_dir", "resume_from_checkpoint")
+INCIDENTAL = ("output_dir", "resume_from_checkpoint", "push_to_hub")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.runtime import UserError, env_int
 
@@ -199,6 +199,9 @@ class RunConfig:
     """stop with a checkpoint after this time, HH:MM:SS or seconds; unset: never"""
     early_stopping_patience: int | None = None
     """end after this many epochs without a better accuracy; unset: never"""
+    push_to_hub: str | None = None
+    """upload the model folder, with a model card, to this repository of the Hub (NAME or USER/NAME), when the training has ended; needs
+    HF_TOKEN or `hf auth login`; unset: no upload"""
     hang_timeout: float = 300.0
     """limit for a rank that the others wait for, in seconds; then the run says which one is missing where, and ends; 0: none"""
     audit_interval: int = 200
@@ -330,6 +333,7 @@ TEXTS = (
     "weights",
     "output_dir",
     "resume_from_checkpoint",
+    "push_to_hub",
 )
 INFINITY = float("inf")
 RANGES: dict[str, tuple[float, float]] = {
@@ -418,16 +422,11 @@ def parse(argv: Sequence[str]) -> Config:
 
 def build_parser() -> "ArgumentParser":
     """The parser of the flags: one section for each group of `Config`."""
-    from jsonargparse import ArgumentParser, set_parsing_settings
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        usage="accelerate launch [launcher's options] trainer/main.py [--config RECIPE] [options]",
-        description="Train an image classifier on any number of processes. Hardware, number of processes and precision come from "
+    parser = empty_parser(
+        "accelerate launch [launcher's options] trainer/main.py [--config RECIPE] [options]",
+        "Train an image classifier on any number of processes. Hardware, number of processes and precision come from "
         "`accelerate launch` and its config file (accelerate_configs/).",
-        epilog="Flags may be written with hyphens too. A flag beats the recipe, the recipe beats the default.",
-        exit_on_error=False,
-        allow_abbrev=False,
+        "Flags may be written with hyphens too. A flag beats the recipe, the recipe beats the default.",
     )
     parser.add_argument(
         "--config",
@@ -437,6 +436,47 @@ def build_parser() -> "ArgumentParser":
     for section in SECTIONS:
         parser.add_class_arguments(section)
     return parser
+
+
+def empty_parser(usage: str, description: str, epilog: str) -> "ArgumentParser":
+    """A parser that takes its flags' help from the attributes' docstrings, and raises."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return ArgumentParser(usage=usage, description=description, epilog=epilog, exit_on_error=False, allow_abbrev=False)
+
+
+def parse_part(argv: Sequence[str], parser: "ArgumentParser", names: Sequence[str], switches: Sequence[str]) -> dict[str, Any]:
+    """The values of a command that has some of the trainer's flags, and words and flags of its own.
+
+    Args:
+        parser: an `empty_parser` with the command's own arguments; gets the others.
+        names: the fields of `Config` that are its flags.
+        switches: its own flags that take no value.
+
+    Raises:
+        UserError: an unknown flag, one that is for training alone, or a wrong value.
+        SystemExit: `--help` was asked for; the main process prints it.
+    """
+    from argparse import ArgumentError
+
+    for section in SECTIONS:
+        skipped = {field.name for field in fields(section)} - set(names)
+        if len(skipped) < len(fields(section)):
+            parser.add_class_arguments(section, skip=skipped)
+    given, arguments = [word for word in argv if word not in switches], normalise([word for word in argv if word not in switches])
+    if "--help" in given or "-h" in given:
+        if env_int("RANK", 0) == 0:
+            parser.print_help()
+        raise SystemExit(0)
+    for word in arguments:
+        if word.startswith("--") and word[2:] in set(_field_names()) - set(names):
+            raise UserError(f"{word} is for training: leave it out")
+    try:
+        values = vars(parser.parse_args([*arguments, *(word for word in argv if word in switches)]))
+    except ArgumentError as error:
+        raise UserError(explain(str(error))) from None
+    return values
 
 
 def recipe_names() -> list[str]:

@@ -15,7 +15,10 @@ from trainer.models.build import build_model
 from trainer.models.weights import WEIGHTS_FILE, load_tensors
 from trainer.runtime import UserError
 
-MODEL_FILES = (WEIGHTS_FILE, "config.json", "scaler.json")
+# The folder's name in a run's.
+MODEL = "model"
+CONFIG_FILE = "config.json"
+MODEL_FILES = (WEIGHTS_FILE, CONFIG_FILE, "scaler.json")
 
 
 def contiguous(module: nn.Module) -> dict[str, Tensor]:
@@ -47,7 +50,7 @@ def save_model(folder: Path, module: nn.Module, config: dict[str, Any], scaler: 
     """
     temporary = beside(folder)
     write_tensors(temporary / "model.safetensors", contiguous(module))
-    write_json(temporary / "config.json", config)
+    write_json(temporary / CONFIG_FILE, config)
     if scaler is not None:
         write_json(temporary / "scaler.json", scaler)
     # The checkpoint that follows shares these files, and flushes them.
@@ -63,7 +66,14 @@ def take_over(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def load_model(folder: str | Path, factory: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
+def find_model(path: str | Path) -> Path:
+    """The model folder that is meant: the folder itself, or the one in a run's folder."""
+    path = Path(path)
+    inside = path / MODEL
+    return inside if not (path / CONFIG_FILE).exists() and (inside.is_dir() or inside.with_name(f".{MODEL}.old").is_dir()) else path
+
+
+def read_model(folder: str | Path, factory: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
     """The plain model of a `model` folder, on the CPU, in evaluation mode, and its config.json.
 
     Args:
@@ -78,12 +88,13 @@ def load_model(folder: str | Path, factory: str | None = None) -> tuple[nn.Modul
     if not folder.exists() and old.exists():
         folder = old
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS_FILE)
         architecture = config["architecture"]
         if ":" in architecture and architecture != factory:
             raise UserError(
-                f"the model folder {folder} is of {architecture}, which is code, and a folder alone has none run: name that factory too"
+                f"the model folder {folder} is of {architecture}, which is code, and a folder alone has none run: name that factory too "
+                f"(--model {architecture})"
             )
         module = build_model(architecture, config["in_channels"], tuple(config["size"]), config["num_classes"])
         load_tensors(module, tensors)

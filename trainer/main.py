@@ -51,6 +51,11 @@ def train(config: Config, processes: Processes) -> None:
 
     with processes.together():
         accelerator = build_accelerator(config, processes)
+    if config.push_to_hub is not None:
+        # An upload alone needs it.
+        from trainer.hub import check_upload, push
+
+        check_upload(config.push_to_hub, processes)
     checkpoint = find(config, processes)
     with processes.together():
         check_model(config, resumed=checkpoint is not None)
@@ -82,6 +87,8 @@ def train(config: Config, processes: Processes) -> None:
         raise Stopped(
             f"{run.state.interrupted} at update {run.state.step}, epoch {run.state.epoch + 1}; go on with --resume {run.output_dir}"
         )
+    if config.push_to_hub is not None:
+        push(run)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Everything that an evaluation says, from one confusion matrix and a few sums."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +146,18 @@ def macro(confusion: list[list[int]]) -> dict[str, float]:
     return {name: sum(figure[name] or 0.0 for figure in figures) / len(figures) for name in ("precision", "recall", "f1")}
 
 
-def named(metrics: dict[str, Any], classes: tuple[str, ...]) -> dict[str, Any]:
+def table(classes: Sequence[str], confusion: list[list[int]]) -> list[str]:
+    """The figures of each class, and their means, as lines of text; a figure that there is not is a dash."""
+    width = max(len("class"), len("macro mean"), *map(len, classes))
+    rows = [f"{'class':<{width}}  precision  recall      f1  images"]
+    figures: list[tuple[str, dict[str, Any]]] = list(zip(classes, per_class(confusion), strict=True))
+    for name, row in [*figures, ("macro mean", {**macro(confusion), "support": sum(map(sum, confusion))})]:
+        numbers = [f"{row[key]:.4f}" if row[key] is not None else "-" for key in ("precision", "recall", "f1")]
+        rows.append(f"{name:<{width}}  {numbers[0]:>9}  {numbers[1]:>6}  {numbers[2]:>6}  {row['support']:>6}")
+    return rows
+
+
+def named(metrics: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """What results.json says beside the accuracy: the figures of each class by its name, means over classes, calibration and mistakes."""
     return {
         "ece": metrics["ece"],

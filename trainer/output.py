@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoint import CHECKPOINTS, MODEL, Checkpoint, has_checkpoint
+from trainer.checkpoint import CHECKPOINTS, Checkpoint, has_checkpoint
 from trainer.config import Config
-from trainer.export import MODEL_FILES
+from trainer.export import MODEL, MODEL_FILES
 from trainer.files import write_json, write_text
 from trainer.runtime import EXIT_FAILURE, Processes, UserError, disk_full, say
 from trainer.state import Run

@@ -219,6 +219,46 @@ class Run:
             loader._iterator = None
 
 
+def build_evaluation(
+    config: Config, processes: Processes, data: Data, accelerator: "Accelerator", module: nn.Module, normalize: Normalize
+) -> Run:
+    """A run that can evaluate `data.test`, and nothing else: no optimizer, no DDP. A collective.
+
+    Args:
+        module: the trained model, the same on all ranks.
+        normalize: its normalisation.
+    """
+    layout = memory_format(config, accelerator)
+    module = module.to(memory_format=layout)
+    normalize.memory_format = layout
+    train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device, accelerator.native_amp)
+    zero = torch.zeros((), device=accelerator.device)
+    return Run(
+        config=config,
+        processes=processes,
+        accelerator=accelerator,
+        data=data,
+        module=module,
+        model=accelerator.prepare_model(module, evaluation_mode=True),
+        augment=Augment(config, data.mean, shift=False),
+        normalize=normalize.to(accelerator.device),
+        optimizer=None,
+        train_loader=train_loader,
+        eval_loader=accelerator.prepare(eval_loader),
+        sampler=sampler,
+        lr_plan=plan_lr(config, data.plan, 1),
+        sync_bn_layers=0,
+        late_buffers=False,
+        planned=0,
+        total_steps=0,
+        state=TrainState(),
+        window=Window(zero.double(), zero.long()),
+        finite=Finite(accelerator.device),
+        watch=Watch(processes, config.hang_timeout),
+        writer=Writer(lambda: None),
+    )
+
+
 def loss_scale(accelerator: "Accelerator") -> float | None:
     """The GradScaler's factor; None without one. Waits for the device."""
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None

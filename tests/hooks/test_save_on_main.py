@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers import alone_run, make_run, needed_hooks, write_ids
 from tests.ranks import Ranks
-from trainer.export import load_model
+from trainer.export import read_model
 from trainer.loop import fit
 from trainer.models.convnet import ConvNet
 from trainer.runtime import Processes
@@ -42,7 +42,7 @@ def test_written_by_the_main_process_only_and_loads_into_the_plain_model(two_ran
     folder = tmp_path / "out" / "rank0" / "model"
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert load_file(folder / "model.safetensors").keys() == ConvNet().state_dict().keys()
-    model, config = load_model(folder)
+    model, config = read_model(folder)
     assert type(model) is ConvNet
     images: Tensor = (zero["pixels"].float() / 255 - torch.tensor(config["mean"]).view(-1, 1, 1)) / torch.tensor(config["std"]).view(
         -1, 1, 1

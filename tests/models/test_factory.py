@@ -12,7 +12,7 @@ from torch import nn
 from tests.helpers import write_ids
 from tests.ranks import Ranks
 from trainer.config import Config
-from trainer.export import load_model
+from trainer.export import read_model
 from trainer.main import main
 from trainer.models.build import build_model, check_model, try_images
 from trainer.runtime import UserError
@@ -209,8 +209,8 @@ def test_trained_resumed_and_loaded_on_two_ranks(two_ranks: Ranks, tmp_path: Pat
     assert "weights random\n" in log
     assert "weights the checkpoint's\n" in log
     with pytest.raises(UserError, match=r"^the model folder \S+ is of own_nets:Net, which is code, and a folder alone has none run: "):
-        load_model(tmp_path / "out" / "model")
+        read_model(tmp_path / "out" / "model")
     assert "own_nets" not in sys.modules
-    model, config = load_model(tmp_path / "out" / "model", factory="own_nets:Net")
+    model, config = read_model(tmp_path / "out" / "model", factory="own_nets:Net")
     assert (type(model).__name__, model.training, config["architecture"]) == ("Net", False, "own_nets:Net")
     assert int(model.state_dict()["body.1.num_batches_tracked"]) in (6, 12)

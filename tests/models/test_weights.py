@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from trainer.config import Config
-from trainer.export import contiguous, load_model, save_model
+from trainer.export import contiguous, read_model, save_model
 from trainer.models.build import build_model, make_model
 from trainer.models.weights import check_weights, load_tensors, load_weights, read
 from trainer.runtime import UserError
@@ -81,7 +81,7 @@ def test_torchvisions_models_through_an_exported_folder(name: str) -> None:
     model = build_model(name, 1, (32, 32), 7).eval()
     save_model(Path("model"), model, config, None)
     images = torch.rand(2, 1, 32, 32)
-    assert torch.equal(load_model("model")[0](images), model(images))
+    assert torch.equal(read_model("model")[0](images), model(images))
     other = build_model(name, 1, (32, 32), 5)
     words = load_weights("model", name, other, 5)
     assert words == "from model; classifier.1.weight and classifier.1.bias random, since 7 classes were trained and these are 5"

@@ -151,29 +151,41 @@ def decode(
     """
     image = open_image(name, index, record)
     try:
-        turn = _turn(image)
-        height, width = true_size(image) if turn is not None else (image.height, image.width)
-        if crop is None and (height, width) != size:
-            if not resize:
-                raise SizeError(
-                    f"{describe(name, index, record)} is {width} x {height} pixels, the first one of the train split "
-                    f"{size[1]} x {size[0]}: say by --image_size which size all are to get"
-                )
-            crop = centre(size)
-        box = crop(height, width) if crop is not None else None
-        if box is not None:
-            _shrink(image, min((box[2] - box[0]) * width / size[1], (box[3] - box[1]) * height / size[0]))
-        image.load()
-        image = _convert(image, mode)
-        if turn is not None:
-            image = image.transpose(turn)
-        if box is not None:
-            edges = (box[0] * image.width, box[1] * image.height, box[2] * image.width, box[3] * image.height)
-            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR, edges)
+        if crop is None and not resize and (true := true_size(image)) != size:
+            raise SizeError(
+                f"{describe(name, index, record)} is {true[1]} x {true[0]} pixels, the first one of the train split "
+                f"{size[1]} x {size[0]}: say by --image_size which size all are to get"
+            )
+        return to_pixels(image, mode, size, crop)
     except SizeError:
         raise
     except Exception as error:
         raise _unreadable(name, index, record, error) from None
+
+
+def to_pixels(image: Image.Image, mode: str, size: tuple[int, int], crop: Crop | None = None) -> Tensor:
+    """uint8 (C, height, width) pixels of an opened image.
+
+    Args:
+        mode, size, crop: see `decode`; one of another size is resized.
+
+    Raises:
+        Exception: of many kinds: it is truncated, or has pixels that are no shades of grey or colours.
+    """
+    turn = _turn(image)
+    height, width = true_size(image) if turn is not None else (image.height, image.width)
+    if crop is None and (height, width) != size:
+        crop = centre(size)
+    box = crop(height, width) if crop is not None else None
+    if box is not None:
+        _shrink(image, min((box[2] - box[0]) * width / size[1], (box[3] - box[1]) * height / size[0]))
+    image.load()
+    image = _convert(image, mode)
+    if turn is not None:
+        image = image.transpose(turn)
+    if box is not None:
+        edges = (box[0] * image.width, box[1] * image.height, box[2] * image.width, box[3] * image.height)
+        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR, edges)
     pixels = torch.from_numpy(numpy.array(image, dtype=numpy.uint8))
     return pixels.reshape(*size, -1).permute(2, 0, 1)
 

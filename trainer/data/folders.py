@@ -48,6 +48,12 @@ def _holds_images(folder: str | Path) -> bool:
     return any(_images(folder)) or any(_holds_images(entry.path) for entry in _folders(folder))
 
 
+def images_below(folder: str | Path) -> list[str]:
+    """Paths of all images in a folder, at any depth."""
+    inside = [path for entry in _folders(folder) for path in images_below(entry.path)]
+    return [image.path for image in _images(folder)] + inside
+
+
 def holds_classes(folder: str | Path) -> bool:
     """Whether there are images in folders of it."""
     return any(_holds_images(entry.path) for entry in _folders(folder))

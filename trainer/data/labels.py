@@ -59,6 +59,39 @@ def encode(name: str, parts: "Sequence[Dataset]") -> tuple[tuple[str, ...], list
     return tuple(classes), [[number[value] for value in values] for values in found]
 
 
+def encode_by(name: str, split: str, part: "Dataset", classes: Sequence[str]) -> list[int]:
+    """Class numbers of a split's rows, by the names of `classes`; whole numbers count as their own names.
+
+    Args:
+        name: what error messages call the data set.
+        part: with the column `label`, see `encode`.
+        classes: a model's.
+
+    Raises:
+        UserError: labels are of another kind or missing, or name classes that the model does not have.
+    """
+    feature, values = part.features["label"], list(part["label"])
+    kind = _kind(name, feature)
+    if kind == "fraction":
+        raise UserError(f"{name}: the labels are fractions ({feature.dtype}), which name no classes: give whole numbers or texts")
+    if kind == "class":
+        values = [None if value is None or value < 0 else value for value in values]
+    if None in values:
+        raise UserError(f"{name}: row {values.index(None)} of the split '{split}' has no label; every image needs one")
+    named = [feature.names[value] for value in values] if kind == "class" else [str(value) for value in values]
+    if kind == "class" and not set(named) <= set(classes) and {str(value) for value in values} <= set(classes):
+        # The model was trained on numbers without names.
+        named = [str(value) for value in values]
+    number = {value: index for index, value in enumerate(classes)}
+    unknown = sorted(set(named) - number.keys())
+    if unknown:
+        raise UserError(
+            f"{name}: the split '{split}' has classes that the model does not know: {', '.join(unknown[:10])}; it knows "
+            f"{', '.join(classes[:10])}{' …' if len(classes) > 10 else ''}: rename or remove them"
+        )
+    return [number[value] for value in named]
+
+
 def _kind(name: str, feature: Any) -> str:
     import datasets
 

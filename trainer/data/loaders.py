@@ -18,7 +18,7 @@ from trainer.data.dataset import Batch, ImageDataset, Shape, Transform, identity
 from trainer.data.decode import GREY_MODES, ImageError, describe, open_image, true_size
 from trainer.data.row_groups import StreamedRows
 from trainer.data.sampler import BatchPlan, EpochSampler, RankBatchSampler
-from trainer.data.sources import Source, load_source
+from trainer.data.sources import Source, load_eval_source, load_source
 from trainer.data.stream import BlockSampler, StreamedImages, lanes_of, plan_reading
 from trainer.data.transforms import normalisation, spread
 from trainer.runtime import Processes, UserError
@@ -134,6 +134,29 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
 def workers_can_answer() -> bool:
     """Whether a worker's socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, has a path that the kernel takes; else it waits for ever."""
     return len(tempfile.gettempdir()) <= LONGEST_TEMPORARY
+
+
+def load_eval_data(config: Config, processes: Processes, classes: tuple[str, ...], shape: Shape) -> Data:
+    """The split that a trained model is evaluated on; the train split of the result is the same one, and not for training. A collective.
+
+    Args:
+        config: its first section rules.
+        classes, shape: the model's.
+
+    Raises:
+        UserError: the data set is not as it must be, or has a class that the model does not know.
+    """
+    source = processes.local_main_first(lambda: load_eval_source(config, classes))
+    split = ImageDataset(
+        f"{source.name} ({source.split})",
+        source.rows,
+        source.labels,
+        shape,
+        on_bad="leave out" if config.on_bad_image == "skip" else "error",
+        numbers=source.numbers,
+    )
+    plan = BatchPlan(len(split), processes.count, 1, 1)
+    return Data(split, split, source.split, classes, (), (), plan, source.numbers)
 
 
 def find_source(config: Config, processes: Processes) -> Source:

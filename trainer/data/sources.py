@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trainer.config import Config
 from trainer.data.columns import find_columns, names, undecoded
 from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, find_splits, load_folders, visible
-from trainer.data.labels import encode, hold_out
+from trainer.data.labels import encode, encode_by, hold_out
 from trainer.data.row_groups import StreamedRows, open_streams
 from trainer.data.tables import KINDS, METADATA, find_texts, kind_of, load_tables
 from trainer.runtime import UserError, env_int
@@ -81,6 +82,55 @@ def load_source(config: Config) -> Source:
     train, test = (parts[0].select(part) for part in rows)
     train_labels, test_labels = ([labels[0][row] for row in part] for part in rows)
     return Source(name, train, test, HELD_OUT, classes, train_labels, test_labels, *rows)
+
+
+@dataclass(frozen=True)
+class EvalSource:
+    """The split to evaluate a trained model on, opened, nothing decoded yet.
+
+    Attributes:
+        name, rows, split, labels, numbers: as `Source` has them for its test split; labels by the model's classes.
+    """
+
+    name: str
+    rows: "Rows"
+    split: str
+    labels: list[int]
+    numbers: list[int] | None = None
+
+
+def load_eval_source(config: Config, classes: Sequence[str]) -> EvalSource:
+    """Open what `--eval_split` of the data set says; unset: its split for that, else its only one.
+
+    With `val_fraction`, what a training with the same labels and `seed` held out.
+
+    Args:
+        config: see `load_source`.
+        classes: the model's.
+
+    Raises:
+        UserError: as `load_source`; and for a class that the model does not know.
+    """
+    name = config.data_flag
+    if config.val_fraction is not None:
+        source = load_source(config)
+        unknown = sorted(set(source.classes) - set(classes))
+        if unknown:
+            raise UserError(f"{name} has classes that the model does not know: {', '.join(unknown[:10])}: name other data")
+        labels = [classes.index(source.classes[label]) for label in source.test_labels]
+        return EvalSource(name, source.test, source.test_split, labels, source.test_numbers)
+    splits = _load_splits(config)
+    split = config.eval_split or next((split for split in TEST_SPLITS if split in splits), None)
+    if split is None and len(splits) == 1:
+        split = next(iter(splits))
+    if split is None or split not in splits:
+        what = f"--eval_split {split}: {name} has" if split is not None else f"{name} has no split to evaluate on,"
+        raise UserError(f"{what} only the splits {names(splits)}: name one of them by --eval_split")
+    image, label = find_columns(name, splits[split], config.image_column, config.label_column)
+    rows = undecoded(splits[split], image, label)
+    if len(rows) == 0:
+        raise UserError(f"{name}: the split '{split}' is empty")
+    return EvalSource(name, rows, split, encode_by(name, split, rows, classes))
 
 
 def _choose_splits(name: str, splits: "dict[str, Rows]", config: Config) -> tuple[str, str | None]:

@@ -1,5 +1,7 @@
 """The best epoch's model, written by one process."""
 
+from typing import Any
+
 from trainer.agreement import check_tensors
 from trainer.export import save_model
 from trainer.hooks.base import Hook
@@ -39,6 +41,7 @@ class SaveOnMain(Hook):
                 "std": list(run.data.std),
                 "precision": run.accelerator.mixed_precision,
                 "dataset": run.config.data_name,
+                "data": data_of(run),
                 "epoch": state.epoch,
                 "step": state.step,
                 "acc1": state.best["acc1"],
@@ -47,3 +50,20 @@ class SaveOnMain(Hook):
             },
             scaler.state_dict() if scaler is not None else None,
         )
+
+
+def data_of(run: Run) -> dict[str, Any]:
+    """The flags that name what was evaluated, for trainer/evaluate.py to find it again."""
+    config, held_out = run.config, run.data.held_out is not None
+    flags = {
+        "dataset": config.dataset if config.data_dir is None else None,
+        "data_dir": config.data_dir,
+        "dataset_config": config.dataset_config,
+        "train_split": config.train_split if held_out else None,
+        "eval_split": None if held_out else run.data.test_split,
+        "val_fraction": config.val_fraction,
+        "seed": config.seed if held_out else None,
+        "image_column": config.image_column,
+        "label_column": config.label_column,
+    }
+    return {name: value for name, value in flags.items() if value is not None}
