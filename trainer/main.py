@@ -43,6 +43,7 @@ def train(config: Config, processes: Processes) -> None:
     from trainer.hooks.save_on_main import SaveOnMain
     from trainer.hooks.seed_processes import SeedProcesses
     from trainer.hooks.set_epoch import SetEpoch
+    from trainer.hooks.track import Track
     from trainer.loop import fit
     from trainer.models.build import check_model
     from trainer.output import create_output_dir, report_end
@@ -55,12 +56,14 @@ def train(config: Config, processes: Processes) -> None:
         check_model(config, resumed=checkpoint is not None)
     config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator, resumed=checkpoint is not None)
+    track = Track()
     hooks: tuple[Hook, ...] = (
         SetEpoch(),
         SeedProcesses(),
         GatherMetrics(),
         SaveOnMain(),
         Profiler(),
+        track,
         Log(),
         Progress(),
         Audit(),
@@ -69,7 +72,9 @@ def train(config: Config, processes: Processes) -> None:
     )
     if checkpoint is not None:
         restore(run, checkpoint, HookList(hooks).load_state_dict)
-    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
+    run.output_dir = create_output_dir(
+        config, processes, data.classes, checkpoint, lambda folder: track.start(run, folder, resumed=checkpoint is not None)
+    )
     report_end(run)
     if checkpoint is not None:
         restore_folder(run, checkpoint)
