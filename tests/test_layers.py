@@ -17,6 +17,7 @@ LAYERS = [
     {"runtime"},
     {"files", "finite", "plot", "watch", "writer"},
     {"config", "seeding"},
+    {"named"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema"},
     {"auto_batch"},
@@ -29,7 +30,7 @@ LAYERS = [
     {"loop"},
     {"checks", "lr_finder"},
     {"main", "doctor", "find_lr"},
-    {"spawn"},
+    {"spawn", "library"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "trainer").rglob("*.py"))}
@@ -77,9 +78,10 @@ def test_no_cycles() -> None:
     assert order.index("trainer.runtime") < order.index("trainer.state") < order.index("trainer.loop") < order.index("trainer.main")
 
 
-def test_nobody_but_spawn_imports_a_command() -> None:
-    assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
+def test_nobody_but_spawn_and_the_library_imports_a_command() -> None:
+    assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.library", "trainer.spawn"]
     assert not [name for name, others in GRAPH.items() if {"trainer.spawn", "trainer.doctor", "trainer.find_lr"} & others]
+    assert [name for name, others in GRAPH.items() if "trainer.library" in others] == ["trainer"]
 
 
 def test_hooks_do_not_know_each_other() -> None:

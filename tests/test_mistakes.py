@@ -501,6 +501,35 @@ MISTAKES: dict[str, Mistake] = {
         "--weights evil.safetensors", "evil.safetensors cannot be read", "give another file", evil("evil.safetensors")
     ),
     # Recipes
+    "a hook that is nowhere": Mistake("--hooks nowhere:Hook", "--hooks nowhere:Hook: the module nowhere", "start where it is found"),
+    "a hook without its module": Mistake("--hooks Loud", "--hooks Loud must be package.module:factory", "a Python module's name"),
+    "a hook that wants more": Mistake(
+        "--hooks hook_1:make",
+        "--hooks hook_1:make cannot be made (TypeError: ",
+        "it is called without arguments",
+        own("hook_1", "def make(run): ..."),
+    ),
+    "a hook that is none": Mistake(
+        "--hooks hook_2:make",
+        "--hooks hook_2:make makes a dict",
+        "a subclass of trainer.Hook",
+        own("hook_2", "make = dict"),
+    ),
+    "a data function that is nowhere": Mistake(
+        "--dataset nowhere:data", "the module nowhere cannot be imported", "start where it is found"
+    ),
+    "a data function that fails": Mistake(
+        "--dataset data_1:make", "ZeroDivisionError: division by zero in ", "correct it", own("data_1", "def make(): return 1 / 0")
+    ),
+    "a data function that returns something else": Mistake(
+        "--dataset data_2:make",
+        "--dataset data_2:make returns a dict of list",
+        "let it return a dict of datasets.Dataset",
+        own("data_2", "def make(): return {'train': [1]}"),
+    ),
+    "a data function that is streamed": Mistake(
+        "--dataset data_3:make --streaming", "--streaming is not for --dataset data_3:make", "leave it out", own("data_3", "make = dict")
+    ),
     "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are imagefolder, mnist, mnist5k, tutorial"),
     "a recipe that is a folder": Mistake(
         "--config recipe.yaml", "recipe.yaml", "there is no file", lambda place: (place.folder / "recipe.yaml").mkdir()

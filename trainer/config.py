@@ -27,7 +27,8 @@ class DataConfig:
 
     dataset: str = DATASET
     """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder or file: images in class
-    folders, Parquet, Arrow, or CSV or JSON with a column of image paths"""
+    folders, Parquet, Arrow, or CSV or JSON with a column of image paths; or package.module:function, a function of one's own that returns
+    a datasets.DatasetDict, or a dict of datasets.Dataset by the names of the splits"""
     dataset_config: str | None = None
     """the configuration of a --dataset that has several; unset: its only one"""
     data_dir: str | None = None
@@ -200,6 +201,9 @@ class RunConfig:
     """limit for a rank that the others wait for, in seconds; then the run says which one is missing where, and ends; 0: none"""
     audit_interval: int = 200
     """updates after which all ranks compare their weights, rate and scale; each epoch's end is one more time; 0: never"""
+    hooks: str | None = None
+    """hooks of one's own, called after the trainer's: package.module:Class, a subclass of trainer.Hook, or a function that returns one;
+    several separated by commas; unset: none"""
     report_to: str = "none"
     """trackers that get the numbers of metrics.jsonl too, separated by commas: tensorboard, wandb, trackio, mlflow, comet_ml, clearml, aim,
     dvclive, swanlab; or none"""
@@ -346,6 +350,7 @@ TEXTS = (
     "weights",
     "output_dir",
     "resume_from_checkpoint",
+    "hooks",
     "report_to",
     "tracker_project_name",
 )
