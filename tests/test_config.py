@@ -357,6 +357,10 @@ def a_config(generator: random.Random) -> Config:
             values[name] = generator.choice(["90", "1:00:00", "02:30"])
         elif name == "image_size":
             values[name] = generator.choice(["64", "4", "96x128"])
+        elif name == "report_to":
+            values[name] = generator.choice(["none", "wandb", "tensorboard, mlflow"])
+        elif name == "tracker_project_name":
+            values[name] = generator.choice(["a project", "null!", "0", None])
         elif name == "val_fraction":
             values[name] = generator.uniform(0.1, 0.9)
         elif choices:

@@ -17,6 +17,7 @@ LAYERS = [
     {"runtime"},
     {"files", "finite", "pace", "plot", "record", "watch", "writer"},
     {"config", "curves", "page", "seeding"},
+    {"named"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema", "html_report"},
     {"auto_batch"},
@@ -31,7 +32,7 @@ LAYERS = [
     {"loop"},
     {"checks", "lr_finder"},
     {"main", "doctor", "find_lr", "report", "compare", "evaluate", "predict", "to_onnx"},
-    {"spawn"},
+    {"spawn", "library"},
 ]
 COMMANDS = ("doctor", "find_lr", "report", "compare", "evaluate", "predict", "to_onnx")
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
@@ -80,9 +81,10 @@ def test_no_cycles() -> None:
     assert order.index("trainer.runtime") < order.index("trainer.state") < order.index("trainer.loop") < order.index("trainer.main")
 
 
-def test_nobody_but_spawn_imports_a_command() -> None:
-    assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.spawn"]
+def test_nobody_but_spawn_and_the_library_imports_a_command() -> None:
+    assert [name for name, others in GRAPH.items() if "trainer.main" in others] == ["trainer.library", "trainer.spawn"]
     assert not [name for name, others in GRAPH.items() if {f"trainer.{name}" for name in ("spawn", *COMMANDS)} & others]
+    assert [name for name, others in GRAPH.items() if "trainer.library" in others] == ["trainer"]
 
 
 def test_hooks_do_not_know_each_other() -> None:

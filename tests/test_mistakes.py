@@ -395,6 +395,17 @@ MISTAKES: dict[str, Mistake] = {
     "keep no checkpoint": Mistake("--save_total_limit 0", "but is 0", "--save_total_limit must be at least 1"),
     "negative hang_timeout": Mistake("--hang_timeout -1", "but is -1", "--hang_timeout must be at least 0"),
     "negative audit_interval": Mistake("--audit_interval -5", "but is -5", "--audit_interval must be at least 0"),
+    "a tracker that is none": Mistake("--report_to wandb,tensorbord", "'tensorbord'", "did you mean tensorboard?"),
+    "no tracker and one": Mistake("--report_to none,wandb", "'none' is not a tracker", "or none"),
+    "a tracker that is not installed": Mistake("--report_to comet_ml,tensorboard", "--report_to comet_ml", "pip install comet_ml"),
+    "a tracker that does not start": Mistake(
+        "--report_to tensorboard,wandb --tracker_project_name a#b",
+        "a tracker does not start (wandb.errors.",
+        "correct it, or leave it out, or set WANDB_MODE=offline",
+        variables={"WANDB_SILENT": "true"},
+    ),
+    "a project that is a folder": Mistake("--tracker_project_name ../x", "--tracker_project_name ../x", "choose another"),
+    "a project without a name": Mistake('--tracker_project_name ""', "--tracker_project_name must not be empty", "leave it out"),
     "no patience": Mistake("--early_stopping_patience 0", "but is 0", "--early_stopping_patience must be at least 1"),
     "max_time as a word": Mistake("--max_time tomorrow", "'tomorrow'", "--max_time must be HH:MM:SS or seconds above 0"),
     "max_time zero": Mistake("--max_time 00:00:00", "'00:00:00'", "--max_time must be HH:MM:SS or seconds above 0"),
@@ -490,6 +501,35 @@ MISTAKES: dict[str, Mistake] = {
         "--weights evil.safetensors", "evil.safetensors cannot be read", "give another file", evil("evil.safetensors")
     ),
     # Recipes
+    "a hook that is nowhere": Mistake("--hooks nowhere:Hook", "--hooks nowhere:Hook: the module nowhere", "start where it is found"),
+    "a hook without its module": Mistake("--hooks Loud", "--hooks Loud must be package.module:factory", "a Python module's name"),
+    "a hook that wants more": Mistake(
+        "--hooks hook_1:make",
+        "--hooks hook_1:make cannot be made (TypeError: ",
+        "it is called without arguments",
+        own("hook_1", "def make(run): ..."),
+    ),
+    "a hook that is none": Mistake(
+        "--hooks hook_2:make",
+        "--hooks hook_2:make makes a dict",
+        "a subclass of trainer.Hook",
+        own("hook_2", "make = dict"),
+    ),
+    "a data function that is nowhere": Mistake(
+        "--dataset nowhere:data", "the module nowhere cannot be imported", "start where it is found"
+    ),
+    "a data function that fails": Mistake(
+        "--dataset data_1:make", "ZeroDivisionError: division by zero in ", "correct it", own("data_1", "def make(): return 1 / 0")
+    ),
+    "a data function that returns something else": Mistake(
+        "--dataset data_2:make",
+        "--dataset data_2:make returns a dict of list",
+        "let it return a dict of datasets.Dataset",
+        own("data_2", "def make(): return {'train': [1]}"),
+    ),
+    "a data function that is streamed": Mistake(
+        "--dataset data_3:make --streaming", "--streaming is not for --dataset data_3:make", "leave it out", own("data_3", "make = dict")
+    ),
     "no recipe": Mistake("--config nowhere.yaml", "nowhere.yaml", "the trainer's own recipes are imagefolder, mnist, mnist5k, tutorial"),
     "a recipe that is a folder": Mistake(
         "--config recipe.yaml", "recipe.yaml", "there is no file", lambda place: (place.folder / "recipe.yaml").mkdir()

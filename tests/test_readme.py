@@ -18,7 +18,8 @@ from trainer.main import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PYTHON_BLOCKS = [block for block in BLOCKS if "inspect(" not in block and "load_model(" not in block]
+CHANGES = {re.findall(r"# change: (\w+\.py)", block)[0]: block for block in BLOCKS if block.startswith("# change: ")}
+PYTHON_BLOCKS = [block for block in BLOCKS if "inspect(" not in block and "load_model(" not in block and block not in CHANGES.values()]
 
 
 def command(name: str) -> str:
@@ -81,7 +82,8 @@ def environment() -> dict[str, str]:
 
 def test_there_are_examples() -> None:
     assert len(PYTHON_BLOCKS) == 2
-    assert len(BLOCKS) == 4
+    assert CHANGES.keys() == EXPECTED.keys()
+    assert len(BLOCKS) == 4 + len(CHANGES)
 
 
 def test_what_comes_after_training(tmp_path: Path) -> None:
@@ -114,6 +116,46 @@ def test_what_comes_after_training(tmp_path: Path) -> None:
     exec(example, names)
     assert names["probabilities"].shape == (1, 10)
     assert float(names["probabilities"].sum()) == pytest.approx(1, abs=1e-5)
+
+
+# What each example of "Change it" prints, once.
+EXPECTED = {
+    "worst.py": [r"worst class: \d"],
+    "net.py": [r"model __main__:net, 51,018 parameters", r"eval  epoch 1/1 .*"],
+    "shades.py": [r"data __main__:shades: 512 train / 512 test, 2 classes, images 1 x 8 x 8, .*", r"eval  epoch 1/1 .*"],
+    "search.py": [r"0\.001 \d+\.\d+ runs/mnist5k-.*", r"0\.01 \d+\.\d+ runs/mnist5k-.*"],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_is_changed_works_as_a_script(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(CHANGES[name], encoding="utf-8")
+    lines = python(tmp_path, name)
+    for pattern in EXPECTED[name]:
+        assert len([line for line in lines if re.fullmatch(pattern, line.strip())]) == 1, (pattern, lines)
+
+
+def test_what_is_changed_works_by_its_flags(tmp_path: Path) -> None:
+    """All three at once, on two processes, as the examples' first lines say."""
+    flags: list[str] = []
+    for name, block in CHANGES.items():
+        (tmp_path / name).write_text(block, encoding="utf-8")
+        flags += re.findall(r"trainer/main.py (.*)", block.splitlines()[0])
+    assert len(flags) == 3
+    words = [*" ".join(flags).split(), "--epochs", "1"]
+    port = ["--master_port", str(free_port())]
+    lines = python(tmp_path, "-m", "torch.distributed.run", "--nproc_per_node", "2", *port, "-m", "trainer.main", *words)
+    assert len([line for line in lines if re.fullmatch(r"worst class: (dark|light)", line)]) == 1
+    assert len([line for line in lines if "model net:net, " in line]) == 1
+    assert len([line for line in lines if "data shades:shades: 512 train" in line]) == 1
+    assert "processes 2, backend gloo" in "\n".join(lines)
+
+
+def python(folder: Path, *words: str) -> list[str]:
+    """The output of `python WORDS` in `folder`."""
+    run = subprocess.run([sys.executable, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("forgotten", ["", "        start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])

@@ -29,13 +29,14 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
     """The Accelerator of this run, on the process group already joined.
 
     Raises:
-        UserError: a precision that cannot run here, TF32 without CUDA, or a parallelism other than DDP.
+        UserError: a precision that cannot run here, TF32 without CUDA, a parallelism other than DDP, or a tracker that is not installed.
     """
     device = processes.state.device
     precision = requested_precision(config)
     check_precision(precision, device)
     check_launcher(config, processes)
     set_threads(config, processes)
+    check_trackers(config)
     if config.tf32 and device.type != "cuda":
         raise UserError("--tf32 needs a CUDA GPU: leave it out")
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -57,6 +58,9 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dataloader_config=DataLoaderConfiguration(non_blocking=device.type == "cuda"),
         dynamo_plugin=compiler(config),
+        log_with=list(config.trackers) or None,
+        # The output folder is known later.
+        project_dir="." if config.trackers else None,
         kwargs_handlers=handlers,
     )
     if precision == "fp16" and device.type == "cpu":
@@ -128,6 +132,20 @@ def check_launcher(config: Config, processes: Processes) -> None:
         raise UserError(
             f"the environment variable ACCELERATE_DYNAMO_BACKEND is '{backend}': it must be one of {', '.join(known)}, or unset"
         )
+
+
+def check_trackers(config: Config) -> None:
+    """Refuse trackers whose package is missing; Accelerate would go on without them, with a warning.
+
+    Raises:
+        UserError: with the command that installs them.
+    """
+    from accelerate.tracking import get_available_trackers
+
+    missing = set(config.trackers) - {str(tracker) for tracker in get_available_trackers()}
+    packages = " ".join(name for name in config.trackers if name in missing)
+    if missing:
+        raise UserError(f"--report_to {config.report_to} needs a package that is not installed: pip install {packages}, or leave it out")
 
 
 def set_threads(config: Config, processes: Processes) -> None:

@@ -27,7 +27,8 @@ class DataConfig:
 
     dataset: str = DATASET
     """mnist5k (embedded, no network), mnist (the Hub's ylecun/mnist), another id of the Hub, or a local folder or file: images in class
-    folders, Parquet, Arrow, or CSV or JSON with a column of image paths"""
+    folders, Parquet, Arrow, or CSV or JSON with a column of image paths; or package.module:function, a function of one's own that returns
+    a datasets.DatasetDict, or a dict of datasets.Dataset by the names of the splits"""
     dataset_config: str | None = None
     """the configuration of a --dataset that has several; unset: its only one"""
     data_dir: str | None = None
@@ -206,6 +207,14 @@ class RunConfig:
     """limit for a rank that the others wait for, in seconds; then the run says which one is missing where, and ends; 0: none"""
     audit_interval: int = 200
     """updates after which all ranks compare their weights, rate and scale; each epoch's end is one more time; 0: never"""
+    hooks: str | None = None
+    """hooks of one's own, called after the trainer's: package.module:Class, a subclass of trainer.Hook, or a function that returns one;
+    several separated by commas; unset: none"""
+    report_to: str = "none"
+    """trackers that get the numbers of metrics.jsonl too, separated by commas: tensorboard, wandb, trackio, mlflow, comet_ml, clearml, aim,
+    dvclive, swanlab; or none"""
+    tracker_project_name: str | None = None
+    """the project or experiment of --report_to that the run belongs to; unset: the name of the data"""
 
 
 SECTIONS = (DataConfig, ModelConfig, OptimConfig, RunConfig)
@@ -237,6 +246,14 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             if value is not None and not value.strip():
                 raise UserError(f"--{name} must not be empty: give it a value, or leave it out")
         self._check_data()
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise UserError(
+                    f"--report_to {self.report_to}: {name!r} is not a tracker{suggestion(name, TRACKERS) or ''}: name some of "
+                    f"{', '.join(TRACKERS)}, separated by commas, or none"
+                )
+        if self.tracker_project_name in (".", "..") or {"/", "\\"} & set(self.tracker_project_name or ""):
+            raise UserError(f"--tracker_project_name {self.tracker_project_name} must be a name, which is no path: choose another")
         if self.resume_from_checkpoint == "auto" and self.output_dir is None:
             raise UserError("--resume auto needs --output_dir, the folder of the run to go on with")
         if self.streaming and self.cache in ("device", "ram"):
@@ -273,6 +290,12 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError("--val_fraction cannot hold out a part of what --streaming reads: leave one of them out")
         if self.image_size is not None:
             pixels(self.image_size)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `report_to`, each once."""
+        names = [name.strip().lower() for name in self.report_to.split(",")]
+        return () if names == ["none"] else tuple(dict.fromkeys(names))
 
     @property
     def data_name(self) -> str:
@@ -334,7 +357,12 @@ TEXTS = (
     "output_dir",
     "resume_from_checkpoint",
     "push_to_hub",
+    "hooks",
+    "report_to",
+    "tracker_project_name",
 )
+# Those of Accelerate; a test holds them equal.
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab")
 INFINITY = float("inf")
 RANGES: dict[str, tuple[float, float]] = {
     "batch_size": (1, INFINITY),

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and not __package__:
     # A script's own folder heads sys.path, where trainer/data would be found as `data`; the clone's root belongs there.
@@ -10,6 +11,9 @@ if __name__ == "__main__" and not __package__:
 
 from trainer.config import Config, parse
 from trainer.runtime import Processes, Stopped, run_command
+
+if TYPE_CHECKING:
+    from trainer.hooks.base import Hook
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,26 +28,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_command(lambda: parse(sys.argv[1:] if argv is None else argv), train)
 
 
-def train(config: Config, processes: Processes) -> None:
-    """config -> accelerator -> data -> model -> loop and hooks -> output_dir."""
+def train(config: Config, processes: Processes, own_hooks: "tuple[Hook, ...]" = ()) -> Path:
+    """config -> accelerator -> data -> model -> loop and hooks -> output_dir, which is returned."""
     # Heavy imports come after the flags are checked: a mistyped one is answered at once.
     from trainer.accelerator import build_accelerator
     from trainer.auto_batch import fit_batch
     from trainer.checkpoint import find, restore, restore_folder
     from trainer.data.loaders import load_data
     from trainer.hooks.audit import Audit
-    from trainer.hooks.base import Hook, HookList
+    from trainer.hooks.base import HookList
     from trainer.hooks.checkpoints import Checkpoints
     from trainer.hooks.early_stopping import EarlyStopping
     from trainer.hooks.gather_metrics import GatherMetrics
     from trainer.hooks.log import Log
     from trainer.hooks.max_time import MaxTime
+    from trainer.hooks.own import build_hooks
     from trainer.hooks.profiler import Profiler
     from trainer.hooks.progress import Progress
     from trainer.hooks.report import Report
     from trainer.hooks.save_on_main import SaveOnMain
     from trainer.hooks.seed_processes import SeedProcesses
     from trainer.hooks.set_epoch import SetEpoch
+    from trainer.hooks.track import Track
     from trainer.loop import fit
     from trainer.models.build import check_model
     from trainer.output import create_output_dir, report_end
@@ -59,23 +65,29 @@ def train(config: Config, processes: Processes) -> None:
     checkpoint = find(config, processes)
     with processes.together():
         check_model(config, resumed=checkpoint is not None)
+        own_hooks = (*build_hooks(config), *own_hooks)
     config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator, resumed=checkpoint is not None)
+    track = Track()
     hooks: tuple[Hook, ...] = (
         SetEpoch(),
         SeedProcesses(),
         GatherMetrics(),
         SaveOnMain(),
         Profiler(),
+        track,
         Log(),
         Progress(),
         Audit(),
         MaxTime(),
         EarlyStopping(),
+        *own_hooks,
     )
     if checkpoint is not None:
         restore(run, checkpoint, HookList(hooks).load_state_dict)
-    run.output_dir = create_output_dir(config, processes, data.classes, checkpoint)
+    run.output_dir = create_output_dir(
+        config, processes, data.classes, checkpoint, lambda folder: track.start(run, folder, resumed=checkpoint is not None)
+    )
     report_end(run)
     if checkpoint is not None:
         restore_folder(run, checkpoint)
@@ -89,6 +101,7 @@ def train(config: Config, processes: Processes) -> None:
         )
     if config.push_to_hub is not None:
         push(run)
+    return run.output_dir
 
 
 if __name__ == "__main__":

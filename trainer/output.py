@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -25,14 +25,21 @@ from trainer.state import Run
 RUN_FILES = ("config.yaml", "metrics.jsonl", "results.json", "exit.json", MODEL, CHECKPOINTS)
 
 
-def create_output_dir(config: Config, processes: Processes, classes: tuple[str, ...], checkpoint: Checkpoint | None = None) -> Path:
+def create_output_dir(
+    config: Config,
+    processes: Processes,
+    classes: tuple[str, ...],
+    checkpoint: Checkpoint | None = None,
+    begin: Callable[[Path], None] = lambda folder: None,
+) -> Path:
     """Make the folder, with config.yaml, classes.json and env.json in it. A collective.
 
     Args:
         checkpoint: what the run goes on with; its run's folder is used again, unless `output_dir` is another one.
+        begin: called with it on the main process; where that raises a user's mistake, what was made is removed again.
 
     Raises:
-        UserError: it holds another run already, or cannot be written.
+        UserError: it holds another run already, or cannot be written; or `begin`'s.
     """
     folder: list[Path] = []
     with processes.together():
@@ -41,6 +48,7 @@ def create_output_dir(config: Config, processes: Processes, classes: tuple[str, 
             with _undone(made, config.output_dir or (checkpoint.run_folder if checkpoint is not None else "runs")):
                 folder.append(_create(config, checkpoint, made))
                 _describe(folder[0], config, processes, classes, made)
+                begin(folder[0])
     return processes.broadcast(folder[0] if folder else Path())
 
 
@@ -61,14 +69,14 @@ def create_folder(config: Config, processes: Processes) -> Path:
 
 @contextmanager
 def _undone(made: list[Path], place: str | Path | None) -> Iterator[None]:
-    """After an operating system's error, remove what was `made`, and name `place` in a sentence."""
+    """After an operating system's error or a user's mistake, remove what was `made`; name `place` in a sentence for the first."""
     try:
         yield
-    except OSError as error:
+    except (OSError, UserError) as error:
         for path in reversed(made):
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
-        if disk_full(error):
+        if isinstance(error, UserError) or disk_full(error):
             raise
         raise UserError(f"--output_dir {place} cannot be made or written ({error.strerror}): choose another --output_dir") from None
 
@@ -199,6 +207,7 @@ def report_end(run: Run, exit_file: bool = True) -> None:
             write(watch.told or EXIT_FAILURE, reason)
 
     watch.on_verdict = on_verdict
-    processes.at_exit.append(leave)
+    # Before those that may take their time.
+    processes.at_exit.insert(0, leave)
     processes.at_failure.append(blame)
     processes.at_last.append(watch.close)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from trainer.cpu import prepare_process
 from trainer.stops import Interrupted, Stops, leave_marker, restarted, stopped_before
@@ -34,6 +34,11 @@ REFUSED_ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "ParallelismConfig",
 }
+
+# The store of this process's group, by `group_place`; see `keep_store`.
+JOINED: dict[tuple[str, ...], tuple[Any, int]] = {}
+# The process that trained in this Python, or in the one that it was forked from; empty before.
+TRAINED_IN: list[int] = []
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -195,7 +200,7 @@ def disk_full(error: BaseException) -> RunError | None:
     return None
 
 
-def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) -> None:
+def run_command(parse: Callable[[], C], body: Callable[[C, Processes], object]) -> None:
     """Run a command on every process: parse, join the process group, `body`, leave the group, whatever happens.
 
     A user's mistake is one sentence on stderr, from the main process, also when all ranks find it: they join first, and none
@@ -204,10 +209,42 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
     Raises:
         SystemExit: the command did not end as asked; 2 for a user's mistake, 75 for a stop on request, 1 for anything else.
     """
+    stops = Stops()
+    code, _ = _run(parse, body, stops, say)
+    if code != EXIT_DONE:
+        raise SystemExit(code)
+
+
+def run_call(body: Callable[[Processes], T]) -> T:
+    """As `run_command`, for a program that goes on afterwards: what `body` returns, and what it raises, on every process.
+
+    A first Ctrl-C stops the training in order, a second one raises KeyboardInterrupt.
+
+    Raises:
+        UserError: a user's mistake.
+        RunError: what went wrong in the middle.
+        Stopped: the training was stopped on request, and can be resumed.
+        KeyboardInterrupt: it was interrupted before it began, or a second time.
+    """
+    results: list[T] = []
+    stops = Stops(in_program=True)
+    _, raised = _run(lambda: None, lambda _, processes: results.append(body(processes)), stops, lambda text: None)
+    if isinstance(raised, (UserError, Stopped)):
+        # A sentence, for which where it was found is no matter.
+        raise raised.with_traceback(None) from None
+    if raised is not None:
+        raise raised
+    return results[0]
+
+
+def _run(
+    parse: Callable[[], C], body: Callable[[C, Processes], object], stops: Stops, tell: Callable[[str], None]
+) -> tuple[int, BaseException | None]:
+    """The exit code, and what ended this process's part of it, which `tell` was told of where this is the rank to do so."""
     processes: Processes | None = None
+    raised: BaseException | None = None
     code, reason = EXIT_FAILURE, "ended unexpectedly"
     prepare_process()
-    stops = Stops()
     stops.install()
     before = stopped_before()
     try:
@@ -217,6 +254,7 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         try:
             config = parse()
             refuse_engines()
+            refuse_fork()
         except UserError as error:
             mistake = error
         # This one is answered by each process for itself: what it refuses is a group that cannot be joined.
@@ -224,37 +262,37 @@ def run_command(parse: Callable[[], C], body: Callable[[C, Processes], None]) ->
         if mistake is not None and world_size == 1:
             raise mistake
         processes = join(stops)
-        stops.at_once = lambda: end_at_once(processes)
+        TRAINED_IN[:] = [os.getpid()]
+        if not stops.in_program:
+            stops.at_once = lambda: end_at_once(processes)
         stops.joined = processes.count > 1
         with processes.together():
             if mistake is not None:
                 raise mistake
-        assert config is not None
         try:
-            body(config, processes)
+            body(cast(C, config), processes)
         finally:
             # On the way out a signal has nothing left to interrupt.
             stops.training = True
         code, reason = EXIT_DONE, "done"
     except (Stopped, Interrupted) as stop:
-        code, reason = EXIT_STOPPED, str(stop) if isinstance(stop, Stopped) else f"{stop} before the training began"
+        code, reason, raised = EXIT_STOPPED, str(stop) if isinstance(stop, Stopped) else f"{stop} before the training began", stop
         if _rank(processes) == 0:
-            say(f"stopped: {reason}")
+            tell(f"stopped: {reason}")
         # An elastic launcher sends SIGTERM to the others when a worker has died: then it is right to start again.
         if before is None and not (isinstance(stop, Interrupted) and str(stop) == "SIGTERM"):
             leave_marker(reason)
-    except KeyboardInterrupt:
-        code, reason = EXIT_FAILURE, "interrupted"
+    except KeyboardInterrupt as stop:
+        code, reason, raised = EXIT_FAILURE, "interrupted", stop
         if _rank(processes) == 0:
-            say(reason)
-    except Exception as raised:
-        code, reason = explain_end(raised, processes)
+            tell(reason)
+    except Exception as error:
+        code, reason, raised = explain_end(error, processes, tell)
     finally:
         if processes is not None:
             end(processes, code, reason)
         stops.remove()
-    if code != EXIT_DONE:
-        raise SystemExit(code)
+    return code, raised
 
 
 def run_alone(body: Callable[[], None]) -> None:
@@ -282,31 +320,31 @@ def arguments(command: str, about: str) -> "ArgumentParser":
     return Parser(prog=command, description=about, allow_abbrev=False)
 
 
-def explain_end(raised: Exception, processes: Processes | None) -> tuple[int, str]:
-    """Say on stderr why this rank ends, unless another one does; the exit code and the reason."""
+def explain_end(raised: Exception, processes: Processes | None, tell: Callable[[str], None]) -> tuple[int, str, Exception]:
+    """Tell why this rank ends, unless another one does; the exit code, the reason, and the exception that says it best."""
     error = disk_full(raised) or raised
     if isinstance(error, UserError):
         rank = _rank(processes)
         if rank == 0 or not error.agreed:
-            say(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
+            tell(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
         if processes is not None and error.agreed:
             # Another rank may be gone already, killed by the launcher.
             with suppress(Exception):
                 processes.all_gather(None)
         elif processes is not None:
             blame(error, processes)
-        return error.code, str(error)
+        return error.code, str(error), error
     if isinstance(error, PeerError):
-        return EXIT_FAILURE, str(error)
+        return EXIT_FAILURE, str(error), error
     other = blame(error, processes) if processes is not None else None
     if other is not None:
         code, sentence, speaks = other
         if speaks:
-            say(f"error: {sentence}")
-        return code, sentence
+            tell(f"error: {sentence}")
+        return code, sentence, RunError(sentence)
     with suppress(OSError):
-        traceback.print_exc()
-    return EXIT_FAILURE, f"{type(error).__name__}: {error}"
+        tell(traceback.format_exc().rstrip())
+    return EXIT_FAILURE, f"{type(error).__name__}: {error}", error
 
 
 def blame(error: BaseException, processes: Processes) -> tuple[int, str, bool] | None:
@@ -360,6 +398,19 @@ def refuse_engines() -> None:
                 f"{engine} is not supported: this trainer replicates the model (DistributedDataParallel); "
                 "answer 'no' to it in `accelerate config`, or launch with a file of accelerate_configs/"
             )
+
+
+def refuse_fork() -> None:
+    """Refuse to train in a fork of a process that has trained: OpenMP's threads are not in the fork, where it waits for them for ever.
+
+    Raises:
+        UserError: it is one.
+    """
+    if TRAINED_IN and [os.getpid()] != TRAINED_IN:
+        raise UserError(
+            "this process was forked from one that had trained already, and would hang: restart the notebook's kernel, and call "
+            "notebook_launcher before anything else trains there"
+        )
 
 
 def launched_world_size() -> int:
@@ -424,7 +475,7 @@ def join(stops: Stops | None = None) -> Processes:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         # Without cpu=True, Accelerate makes every process of a machine without GPU believe that it is the only one.
-        state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"), **restarted_group())
+        state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"), **group_arguments())
     except (RuntimeError, ValueError) as error:
         # Half-made state would answer the next attempt in this Python, for example in a notebook.
         PartialState._reset_state()
@@ -437,9 +488,41 @@ def join(stops: Stops | None = None) -> Processes:
         )
     processes = Processes(state, stops=stops or Stops())
     if dist.is_initialized():
+        keep_store()
         processes.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         processes.stops.join(dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
     return processes
+
+
+def group_arguments() -> dict[str, Any]:
+    """What `init_process_group` needs beyond the environment, which is nothing for the first training of a process."""
+    place = group_place()
+    if place not in JOINED:
+        return restarted_group()
+    import torch.distributed as dist
+
+    # The addresses of the group before are still in the store, and gloo would connect to what is gone, and wait.
+    store, times = JOINED[place]
+    prefixed = dist.PrefixStore(f"training_{times}", store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": env_int("RANK", 0), "world_size": env_int("WORLD_SIZE", 1)}
+
+
+def keep_store() -> None:
+    """Keep the store over which the group was joined for the next group of the same processes, with the number of groups joined so far.
+
+    It is the same one for all of them: that of a group that is gone may still answer one rank while another one opens a new one.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    place = group_place()
+    store, times = JOINED.pop(place, (None, 0))
+    JOINED.clear()
+    JOINED[place] = (store or _get_default_store(), times + 1)
+
+
+def group_place() -> tuple[str, ...]:
+    """Where the processes meet, and as which of them this one does."""
+    return tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 
 def restarted_group() -> dict[str, Any]:

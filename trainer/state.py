@@ -130,6 +130,7 @@ class Run:
         checkpoint: the newest whole one, written or resumed from; `pending`: the one that `writer` is writing.
         resume_notes: what the user should know of a resume; `notes`: of what has happened since the last log line.
         on_phase: told of each phase of the loop while a hook records them.
+        on_entry: told of each entry of metrics.jsonl, on the main process, those from before a resume first.
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
@@ -167,6 +168,7 @@ class Run:
     generators: dict[str, Tensor] | None = None
     first_step: int = 0
     on_phase: Callable[[str], None] | None = None
+    on_entry: Callable[[dict[str, Any]], None] | None = None
     ema: Ema | None = None
     pace: Pace = field(default_factory=Pace)
     weights: str = "random"

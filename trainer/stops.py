@@ -39,12 +39,15 @@ class Stops:
         training: signals are noted for `agreed`; before, they raise `Interrupted` wherever the main thread is,
         joined: or, with other ranks to consider, at the end of the next `Processes.together`.
         at_once: called, in a thread, when the user will not wait: a second SIGINT, or SIGTERM after SIGINT.
+        in_program: this process goes on after the training (a notebook): a second SIGINT raises KeyboardInterrupt instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_program: bool = False) -> None:
+        self.in_program = in_program
         self.requests: set[str] = set()
         self.training = self.joined = False
-        self.at_once: Callable[[], None] = lambda: os._exit(1)
+        self.at_once: Callable[[], None] = (lambda: None) if in_program else lambda: os._exit(1)
+        self._interrupts = 0
         self._arrived: list[int] = []
         self._group: Any = None
         self._pending: tuple[Any, Any] | None = None
@@ -148,6 +151,9 @@ class Stops:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self.training and not self.joined:
             raise Interrupted(LAUNCHER_DIED if number == DEATH_SIGNAL else signal.Signals(number).name)
+        self._interrupts += number == signal.SIGINT
+        if self.in_program and number == signal.SIGINT and self._interrupts > 1:
+            raise KeyboardInterrupt
 
     def _listen(self, received: socket.socket, parent: int) -> None:
         with received:

@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "ends Python": ("raise SystemExit(3)\n", r": the module mine_\d+ cannot be imported \(SystemExit: 3 in "),
     "another name": ("def made(num_classes): ...\n", r": mine_\d+ has no make: did you mean made\?"),
     "nothing like it": ("", r": mine_\d+ has no make: name a function or class of it"),
-    "no function": ("make = 3\n", r": make is a int: name a function or class that returns a model"),
+    "no function": ("make = 3\n", r": make is a int: name a function or class"),
     "needs more": (
         "def make(depth, num_classes, width): ...\n",
         r" needs depth, width: it is called with in_channels, size \(or image_size\)",

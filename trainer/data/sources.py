@@ -14,6 +14,7 @@ from trainer.data.folders import TEST_SPLITS, TRAIN_SPLITS, find_splits, load_fo
 from trainer.data.labels import encode, encode_by, hold_out
 from trainer.data.row_groups import StreamedRows, open_streams
 from trainer.data.tables import KINDS, METADATA, find_texts, kind_of, load_tables
+from trainer.named import NAME, find, reason
 from trainer.runtime import UserError, env_int
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def _load_splits(config: Config) -> "dict[str, Rows]":
     # What its readers of files log as an error they raise too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     name = config.data_flag
+    if config.data_dir is None and NAME.fullmatch(config.dataset) and not os.path.exists(config.dataset):
+        return _call(config)
     place = config.data_dir or ALIASES.get(config.dataset, config.dataset)
     local = config.data_dir is not None or place.startswith((".", "/", "~")) or place.count("/") > 1 or os.path.exists(place)
     place = os.path.expanduser(place)
@@ -194,6 +197,27 @@ def _load_splits(config: Config) -> "dict[str, Rows]":
             f"{name}: the data set '{place}' of the Hub cannot be loaded ({reason}); check the name and the network, set "
             "HF_ENDPOINT to a mirror of the Hub, give a local folder, or use the embedded --dataset mnist5k"
         ) from None
+
+
+def _call(config: Config) -> "dict[str, Rows]":
+    """The splits that a function of the user's own returns."""
+    import datasets
+
+    name, function = config.data_flag, find("--dataset", config.dataset)
+    for flag, given in (("--dataset_config", config.dataset_config is not None), ("--streaming", config.streaming)):
+        if given:
+            raise UserError(f"{flag} is not for {name}, a function that takes no arguments: leave it out")
+    try:
+        splits = function()
+    except Exception as error:
+        raise UserError(f"{name} fails ({reason(error)}): correct it") from None
+    if not isinstance(splits, dict) or not splits or not all(isinstance(split, datasets.Dataset) for split in splits.values()):
+        kinds = ", ".join(sorted({type(split).__name__ for split in splits.values()})) if isinstance(splits, dict) else ""
+        raise UserError(
+            f"{name} returns a {type(splits).__name__}{f' of {kinds}' if kinds else ''}: let it return a dict of datasets.Dataset, as "
+            "{'train': ..., 'test': ...}; `datasets.Dataset.from_dict({'image': images, 'label': labels})` makes one"
+        )
+    return dict(splits)
 
 
 def _check_place(name: str, place: str, folder: bool) -> None:

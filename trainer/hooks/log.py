@@ -45,6 +45,9 @@ class Log(Hook):
             self.lines = (run.output_dir / "train.log").open("a", encoding="utf-8")
             self.numbers = reopen(run.output_dir / "metrics.jsonl", self.entries)
             run.processes.at_exit.append(self.close)
+            if run.on_entry is not None:
+                for line in Path(self.numbers.name).read_text(encoding="utf-8").splitlines():
+                    run.on_entry(json.loads(line))
             plan = describe(run)
             write_json(run.output_dir / PLAN, plan)
             for key, value in plan:
@@ -111,7 +114,7 @@ class Log(Hook):
                 "skipped": state.skipped,
                 "bad_images": state.bad_images,
             }
-            self.record(entry)
+            self.record(run, entry)
             line = (
                 f"train epoch {entry['epoch']}/{run.config.epochs} step {state.step}/{run.total_steps} loss {entry['loss']:.4f} "
                 f"lr {entry['lr']:.1e} {entry['images_per_second']:.0f} img/s data {100 * entry['data_fraction']:.0f}%"
@@ -135,6 +138,7 @@ class Log(Hook):
         state, metrics = run.state, run.state.metrics
         best = state.best
         self.record(
+            run,
             {
                 "event": "eval",
                 "epoch": state.epoch,
@@ -143,7 +147,7 @@ class Log(Hook):
                 "best_acc1": best["acc1"],
                 "best_epoch": best["epoch"],
                 "seconds": time.perf_counter() - self.eval_start,
-            }
+            },
         )
         self.print(
             f"eval  epoch {state.epoch}/{run.config.epochs} acc1 {metrics['acc1']:.2f} acc5 {metrics['acc5']:.2f} "
@@ -210,11 +214,13 @@ class Log(Hook):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(line, file=self.lines, flush=True)
 
-    def record(self, entry: dict[str, Any]) -> None:
+    def record(self, run: Run, entry: dict[str, Any]) -> None:
         self.entries += 1
         # NaN is no JSON.
         entry = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
         print(json.dumps(entry), file=self.numbers, flush=True)
+        if run.on_entry is not None:
+            run.on_entry(entry)
 
 
 def reopen(path: Path, entries: int) -> IO[str]:
@@ -310,6 +316,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("lr plan", str(run.lr_plan)),
         *describe_extras(config),
         ("output", str(run.output_dir)),
+        *([("trackers", ", ".join(config.trackers))] if config.trackers else []),
         *(("resume", note) for note in run.resume_notes),
     ]
     stream = run.data.train.rows

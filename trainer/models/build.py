@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer import named
 from trainer.config import Config
 from trainer.models import factory, sync_batchnorm, zoo
 from trainer.models.convnet import ConvNet
@@ -46,7 +47,7 @@ def check_model(config: Config, resumed: bool) -> None:
         UserError: they do not.
     """
     if ":" in config.model:
-        factory.find(config.model)
+        named.find("--model", config.model)
     elif config.model != "convnet":
         _check_name(config.model)
     if config.weights != "none" and not resumed:
