@@ -113,7 +113,7 @@ def test_what_comes_after_training(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["probabilities"].shape == (1, 10)
-    assert float(names["probabilities"].sum()) == pytest.approx(1, abs=1e-5)
+    assert float(names["probabilities"].detach().sum()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("forgotten", ["", "        start_epoch=sampler.set_epoch,\n"], ids=["as it stands", "without set_epoch"])
