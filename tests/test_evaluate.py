@@ -151,7 +151,12 @@ def two_splits(place: Path) -> None:
 
 MISTAKES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "no model": ("gone", "the model folder gone cannot be loaded: ", lambda place: None),
-    "nothing named": ("", "", lambda place: None),
+    "nothing named": ("", "the following arguments are required: MODEL", lambda place: None),
+    "another model": (
+        "RUN --model resnet18",
+        "the model folder RUN/model is of convnet, and not of resnet18: leave --model",
+        lambda place: None,
+    ),
     "unknown class": (
         "RUN --dataset digits",
         "--dataset digits: the split 'test' has classes that the model does not know: 0, 1",

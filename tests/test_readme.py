@@ -115,7 +115,7 @@ def test_what_comes_after_training(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["probabilities"].shape == (1, 10)
-    assert float(names["probabilities"].sum()) == pytest.approx(1, abs=1e-5)
+    assert float(names["probabilities"].detach().sum()) == pytest.approx(1, abs=1e-5)
 
 
 # What each example of "Change it" prints, once.

@@ -498,7 +498,7 @@ def parse_part(argv: Sequence[str], parser: "ArgumentParser", names: Sequence[st
             parser.print_help()
         raise SystemExit(0)
     for word in arguments:
-        if word.startswith("--") and word[2:] in set(_field_names()) - set(names):
+        if word.startswith("--") and word[2:] in set(_field_names()) - set(names) and word not in parser._option_string_actions:
             raise UserError(f"{word} is for training: leave it out")
     try:
         values = vars(parser.parse_args([*arguments, *(word for word in argv if word in switches)]))

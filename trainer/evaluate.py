@@ -20,7 +20,6 @@ FLAGS = (
     "on_bad_image",
     "eval_batch_size",
     "num_workers",
-    "model",
     "channels_last",
     "compile",
     "mixed_precision",
@@ -35,6 +34,7 @@ class Request:
 
     Attributes:
         folder: a model folder, or a run's.
+        factory: of a model of one's own; None: it is none.
         values: of the flags, by name.
         given: the names of those that stand on the command line.
         json: print one JSON object, and nothing else.
@@ -42,6 +42,7 @@ class Request:
     """
 
     folder: str
+    factory: str | None
     values: dict[str, Any]
     given: frozenset[str]
     json: bool
@@ -72,13 +73,16 @@ def read(argv: Sequence[str]) -> Request:
         "Evaluate a trained model on any number of processes, with its own preprocessing; labels are those of its classes by their names.",
         "Without --dataset and --data_dir: on what the training evaluated on. A data set of one split only is taken as a whole.",
     )
-    parser.add_argument("folder", metavar="MODEL", help="a run's folder, or the model folder in it")
+    parser.add_argument("MODEL", help="a run's folder, or the model folder in it")
+    parser.add_argument("--model", metavar="FACTORY", help="the package.module:factory of a model of one's own: its code is run")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--output_json", metavar="FILE", help="write that object to FILE")
     values = parse_part(argv, parser, FLAGS, ["--json"])
     words = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
-    own = {name: values.pop(name) for name in ("folder", "json", "output_json")}
-    request = Request(own["folder"], {name: values[name] for name in FLAGS}, frozenset(words & set(FLAGS)), own["json"], own["output_json"])
+    flags = {name: values[name] for name in FLAGS}
+    request = Request(
+        values["MODEL"], values["model"], flags, frozenset(words & set(FLAGS)), json=values["json"], output_json=values["output_json"]
+    )
     # Out of range is out of range for any model.
     Config(**request.values)
     if "dataset" in words and "data_dir" in words:
@@ -122,7 +126,7 @@ def measure(request: Request, processes: Processes) -> None:
 
     with processes.together():
         folder = find_model(request.folder)
-        module, model = read_model(folder, request.values["model"] if "model" in request.given else None)
+        module, model = read_model(folder, request.factory)
         preprocess = preprocessing(folder, model)
         config = config_for(request, model)
         if request.output_json is not None and not Path(request.output_json).absolute().parent.is_dir():

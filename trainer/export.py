@@ -91,6 +91,8 @@ def read_model(folder: str | Path, factory: str | None = None) -> tuple[nn.Modul
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS_FILE)
         architecture = config["architecture"]
+        if factory is not None and ":" not in architecture:
+            raise UserError(f"the model folder {folder} is of {architecture}, and not of {factory}: leave --model out")
         if ":" in architecture and architecture != factory:
             raise UserError(
                 f"the model folder {folder} is of {architecture}, which is code, and a folder alone has none run: name that factory too "
