@@ -173,7 +173,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for argv, code, sentence in (
         (["nowhere"], 2, "error: nowhere is not there: give the --output_dir of a training\n"),
         ([], 2, "error: the following arguments are required: RUN: see --help\n"),
-        (["run", "--colour"], 2, "error: unrecognized arguments: --colour: see --help\n"),
+        (["run", "--colour"], 2, "error: unknown flag --colour: see --help\n"),
     ):
         with pytest.raises(SystemExit) as ended:
             report(argv)

@@ -1,4 +1,4 @@
-"""What the commands for a trained model have in common: their arguments, and how one process ends."""
+"""What the commands of one process have in common: their arguments, and how they end."""
 
 import argparse
 import os
@@ -52,7 +52,7 @@ def run_alone(name: str, body: Callable[[], int]) -> None:
         body: returns the exit code.
 
     Raises:
-        SystemExit: the code is not 0; 2 for a user's mistake, 1 when the disk is full or the reader of stdout has gone.
+        SystemExit: the code is not 0; 2 for a user's mistake, 1 when the system refuses something or the reader of stdout has gone.
     """
     try:
         if env_int("WORLD_SIZE", 1) > 1:
@@ -70,10 +70,7 @@ def run_alone(name: str, body: Callable[[], int]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILURE
     except OSError as error:
-        full = disk_full(error)
-        if full is None:
-            raise
-        say(f"error: {full}")
+        say(f"error: {disk_full(error) or error}")
         code = EXIT_FAILURE
     except KeyboardInterrupt:
         say("interrupted")

@@ -11,12 +11,13 @@ if __name__ == "__main__" and not __package__:
     # A script's own folder heads sys.path, where trainer/data would be found as `data`; the clone's root belongs there.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from trainer.commands import Arguments, run_alone
 from trainer.curves import color_of, is_dashed, overlaid
 from trainer.files import write_text
 from trainer.page import Html, document, figure, html, section, table
 from trainer.plot import Line, chart_figure, drawing, page_svg, png, short, svg
 from trainer.record import Record, read_record
-from trainer.runtime import UserError, arguments, run_alone
+from trainer.runtime import UserError
 
 if TYPE_CHECKING:
     from trainer.plot import Chart
@@ -41,17 +42,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: 2 for a user's mistake, 1 for a file that cannot be written.
     """
-    run_alone(lambda: compare(sys.argv[1:] if argv is None else argv))
+    run_alone("compare", lambda: compare(argv))
 
 
-def compare(argv: Sequence[str]) -> None:
-    parser = arguments("python trainer/compare.py", "Print what differs between runs, in settings and results, and overlay their curves.")
+def compare(argv: Sequence[str] | None) -> int:
+    parser = Arguments(
+        "python trainer/compare.py RUN RUN [RUN ...] [options]",
+        "Print what differs between runs, in settings and results, and overlay their curves.",
+    )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a training (its --output_dir)")
     parser.add_argument(
         "--output", type=Path, default=Path("compare.html"), metavar="FILE",
         help="the overlaid curves: .html (with the tables), .svg or .png; unset: compare.html",
     )  # fmt: skip
-    given = parser.parse_args(argv)
+    given = parser.read(argv)
     if len(given.runs) < 2:
         raise UserError("one run cannot be compared: give the folders of two or more")
     if given.output.suffix not in FORMATS:
@@ -70,6 +74,7 @@ def compare(argv: Sequence[str]) -> None:
     except OSError as error:
         raise UserError(f"--output {given.output} cannot be written ({error.strerror}): choose another file") from None
     print(f"curves {given.output}", flush=True)
+    return 0
 
 
 def names_of(records: Sequence[Record]) -> list[str]:

@@ -8,7 +8,7 @@ if __name__ == "__main__" and not __package__:
     # A script's own folder heads sys.path, where trainer/data would be found as `data`; the clone's root belongs there.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from trainer.runtime import arguments, run_alone
+from trainer.commands import Arguments, run_alone
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,16 +20,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: 2 for a user's mistake, 1 for a report that cannot be written.
     """
-    run_alone(lambda: make(sys.argv[1:] if argv is None else argv))
+    run_alone("report", lambda: make(argv))
 
 
-def make(argv: Sequence[str]) -> None:
+def make(argv: Sequence[str] | None) -> int:
     from trainer.html_report import write_report
 
-    parser = arguments("python trainer/report.py", "Make report.html and plots/*.png of a run's folder.")
+    parser = Arguments("python trainer/report.py RUN [RUN ...]", "Make report.html and plots/*.png of a run's folder.")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a training (its --output_dir)")
-    for run in parser.parse_args(argv).runs:
+    for run in parser.read(argv).runs:
         print(f"report {write_report(run)}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from trainer.cpu import prepare_process
 from trainer.stops import Interrupted, Stops, leave_marker, restarted, stopped_before
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
-
     from accelerate import PartialState
 
 EXIT_DONE, EXIT_FAILURE, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 75
@@ -293,31 +291,6 @@ def _run(
             end(processes, code, reason)
         stops.remove()
     return code, raised
-
-
-def run_alone(body: Callable[[], None]) -> None:
-    """Run a command that joins no process group.
-
-    Raises:
-        SystemExit: 2 after a user's mistake, 1 after an operating system's error, each in one sentence on stderr.
-    """
-    try:
-        body()
-    except (UserError, OSError) as raised:
-        error = disk_full(raised) or raised
-        say(f"error: {error}")
-        raise SystemExit(error.code if isinstance(error, UserError) else EXIT_FAILURE) from None
-
-
-def arguments(command: str, about: str) -> "ArgumentParser":
-    """An empty parser for such a command, whose mistakes are a UserError."""
-    from argparse import ArgumentParser
-
-    class Parser(ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UserError(f"{message}: see --help")
-
-    return Parser(prog=command, description=about, allow_abbrev=False)
 
 
 def explain_end(raised: Exception, processes: Processes | None, tell: Callable[[str], None]) -> tuple[int, str, Exception]:
