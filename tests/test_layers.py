@@ -17,6 +17,7 @@ LAYERS = [
     {"runtime"},
     {"files", "finite", "plot", "watch", "writer"},
     {"config", "seeding"},
+    {"comm_hooks"},
     {"data", "models", "accelerator", "metrics"},
     {"optim", "ema"},
     {"auto_batch"},

@@ -13,6 +13,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
+from trainer.comm_hooks import accelerates_hook
 from trainer.config import Config
 from trainer.runtime import Processes, UserError, env_int, env_true
 
@@ -46,6 +47,7 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
             broadcast_buffers=config.broadcast_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
+            comm_hook=accelerates_hook(config, device, scaler=precision == "fp16"),
         )
     ]
     accelerator = Accelerator(

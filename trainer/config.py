@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trainer.runtime import UserError, env_int
+from trainer.runtime import Processes, UserError, env_int
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -117,6 +117,13 @@ class ModelConfig:
     """DDP: let gradients share memory with the communication buckets; saves one copy of the gradients"""
     static_graph: bool = False
     """DDP: promise that every iteration uses the same parameters"""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """what gradients become on their way between processes: rounded to fp16 or bf16 (half the bytes), or products of two thin matrices
+    ('powersgd', a few hundredths of them); for slow networks: the gradients are not exact any more"""
+    powersgd_rank: int = 1
+    """--comm_hook powersgd: columns of the two matrices"""
+    powersgd_start: int = 1000
+    """--comm_hook powersgd: updates before it, with whole gradients; at least 2"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +291,23 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         return pixels(self.image_size) if self.image_size is not None else None
 
 
+def require_same(config: Config, processes: Processes) -> None:
+    """Refuse a run whose ranks were given different flags or recipes, as several hosts can be; paths may differ. A collective.
+
+    Raises:
+        UserError: naming the flag and the two values; the same on all ranks.
+    """
+    own = {field.name: getattr(config, field.name) for field in fields(Config) if field.name not in OF_THE_HOST}
+    everyone = processes.all_gather(own)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise UserError(
+                    f"--{name} is {everyone[0][name]} on rank 0, but {value} on rank {rank}: give all hosts the same flags and recipe",
+                    agreed=True,
+                )
+
+
 def pixels(text: str) -> tuple[int, int]:
     """`--image_size` as (height, width).
 
@@ -313,6 +337,17 @@ def seconds(text: str) -> float:
     return total
 
 
+# What may differ between hosts: where things lie, and what fits their hardware.
+OF_THE_HOST = (
+    "dataset",
+    "data_dir",
+    "weights",
+    "output_dir",
+    "resume_from_checkpoint",
+    "cache",
+    "num_workers",
+    "cpu_threads",
+)
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
 SMALLEST_SIDE, LARGEST_SIDE = 4, 16384
 TEXTS = (
@@ -339,6 +374,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "shuffle_buffer": (1, INFINITY),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
+    "powersgd_rank": (1, INFINITY),
+    "powersgd_start": (2, INFINITY),
     "epochs": (1, INFINITY),
     "max_steps": (1, INFINITY),
     "lr": (0, INFINITY),

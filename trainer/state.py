@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accelerator import memory_format
+from trainer.comm_hooks import PowerSgd
 from trainer.config import Config
 from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
@@ -130,6 +131,7 @@ class Run:
         generators: states to put this rank's generators into, once the resumed epoch's first batch is there.
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
+        power_sgd: None without `--comm_hook powersgd`, and on one process.
         weights: where the model's weights came from.
     """
 
@@ -163,6 +165,7 @@ class Run:
     first_step: int = 0
     on_phase: Callable[[str], None] | None = None
     ema: Ema | None = None
+    power_sgd: PowerSgd | None = None
     weights: str = "random"
 
     @property
@@ -261,6 +264,11 @@ def build_run(
     train_loader = accelerator.prepare(train_loader)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader)
+    power_sgd = None
+    if config.comm_hook == "powersgd" and processes.count > 1:
+        # A compiled model holds the wrapper.
+        wrapper = getattr(model, "_orig_mod", model)
+        power_sgd = PowerSgd(wrapper, module, config.powersgd_rank, config.powersgd_start, config.seed)
     planned = config.epochs * data.plan.updates
     total = planned_steps(config, planned)
     return Run(
@@ -289,5 +297,6 @@ def build_run(
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
         # Only now are all ranks' weights rank 0's.
         ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
+        power_sgd=power_sgd,
         weights=weights,
     )

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer.accelerator import describe_precision
+from trainer.comm_hooks import describe_hook
 from trainer.config import Config
 from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
@@ -279,6 +280,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     plugin = accelerator.state.dynamo_plugin
     dynamo = plugin.backend.value.lower()
     shape = " x ".join(map(str, run.data.train.shape))
+    comm = describe_hook(config, run.processes.count)
     rows = [
         ("device", name),
         ("processes", processes),
@@ -304,6 +306,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("updates", f"{run.total_steps} ({plan.updates} an epoch, {config.epochs} epochs)"),
         ("optimizer", describe_optimizer(config)),
         ("lr plan", str(run.lr_plan)),
+        *([("comm", comm)] if comm is not None else []),
         *describe_extras(config),
         ("output", str(run.output_dir)),
         *(("resume", note) for note in run.resume_notes),
