@@ -11,7 +11,7 @@ from tests.helpers import make_run, write_ids
 from tests.ranks import Ranks, alone
 from tests.sessions import Session, StopAt, assert_equal, session
 from trainer.accelerator import build_accelerator
-from trainer.comm_hooks import EPSILON, PowerSgd, describe_hook
+from trainer.comm_hooks import EPSILON, PowerSgd, describe_communication
 from trainer.config import Config
 from trainer.hooks.log import describe
 from trainer.runtime import Processes, UserError
@@ -143,4 +143,4 @@ def test_powersgd_with_a_scaler_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_process_is_told_that_it_has_no_effect() -> None:
-    assert describe_hook(Config(comm_hook="bf16"), 1) == "--comm_hook bf16 has no effect on one process"
+    assert describe_communication(Config(comm_hook="bf16"), 1) == "--comm_hook bf16 has no effect on one process"

@@ -22,7 +22,7 @@ LAYERS = [
     {"optim", "ema"},
     {"auto_batch"},
     {"state"},
-    {"agreement"},
+    {"agreement", "local_sgd"},
     {"export"},
     {"checkpoint"},
     {"output"},

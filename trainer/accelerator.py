@@ -35,6 +35,8 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
     precision = requested_precision(config)
     check_precision(precision, device)
     check_launcher(config, processes)
+    if config.local_sgd_steps is not None and precision == "fp16":
+        raise UserError("--local_sgd_steps cannot go with fp16, whose loss scale would differ between processes: use bf16 or no")
     set_threads(config, processes)
     if config.tf32 and device.type != "cuda":
         raise UserError("--tf32 needs a CUDA GPU: leave it out")

@@ -19,7 +19,9 @@ def interrupted(run: Run) -> bool:
         RunError: a loss or gradient is not finite.
     """
     run.at("agree")
-    _take(run, run.processes.stops.agreed())
+    # With local SGD the next call can be many updates away.
+    stops = run.processes.stops
+    _take(run, stops.agreed() if run.config.local_sgd_steps is None else stops.agreed_now())
     return run.state.interrupted is not None
 
 

@@ -155,8 +155,13 @@ def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return powerSGD_hook(state.torchs, bucket)
 
 
-def describe_hook(config: Config, processes: int) -> str | None:
-    """A sentence for the block before training; None when there is nothing to say."""
+def describe_communication(config: Config, processes: int) -> str | None:
+    """What differs from the mean of gradients, for the block before training; None when nothing does."""
+    if config.local_sgd_steps is not None:
+        if processes == 1:
+            return f"--local_sgd_steps {config.local_sgd_steps} has no effect on one process"
+        talks = "; SyncBatchNorm still talks in each forward pass" if config.sync_bn == "on" else ""
+        return f"local SGD: weights, statistics and optimizer states are averaged every {config.local_sgd_steps} updates{talks}"
     if config.comm_hook == "none":
         return None
     if processes == 1:

@@ -162,6 +162,9 @@ class OptimConfig:
     """epochs in a row without a lower test loss that make the rate fall, for 'plateau'"""
     min_lr: float = 0.0
     """learning rate that the fall ends at"""
+    local_sgd_steps: int | None = None
+    """each process updates by its own gradients, and after this many updates, and at an epoch's end, all take the mean of their weights,
+    BatchNorm statistics and optimizer states; checkpoints and stops come then; unset: gradients are averaged at each update"""
     gradient_accumulation_steps: int = 1
     """forward and backward passes of a process for one update"""
     max_grad_norm: float | None = None
@@ -257,6 +260,23 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
             raise UserError(
                 f"--scale_lr {self.scale_lr} contradicts --global_batch_size, which keeps the batch, and so the rate, the same "
                 "for any number of processes: leave one of them out"
+            )
+
+        if self.local_sgd_steps is not None:
+            self._check_local_sgd(self.local_sgd_steps)
+
+    def _check_local_sgd(self, steps: int) -> None:
+        for name, asked in (
+            (f"comm_hook {self.comm_hook}", self.comm_hook != "none"),
+            ("find_unused_parameters", self.find_unused_parameters),
+            ("static_graph", self.static_graph),
+        ):
+            if asked:
+                raise UserError(f"--{name} is about gradients that --local_sgd_steps {steps} does not send: leave one of them out")
+        if isinstance(self.checkpointing_steps, int) and self.checkpointing_steps % steps:
+            raise UserError(
+                f"--checkpointing_steps {self.checkpointing_steps} must be a multiple of --local_sgd_steps {steps}: "
+                "only then do all processes have the same weights"
             )
 
     def _check_data(self) -> None:
@@ -386,6 +406,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lr_gamma": (0, 1),
     "plateau_patience": (1, INFINITY),
     "min_lr": (0, INFINITY),
+    "local_sgd_steps": (1, INFINITY),
     "gradient_accumulation_steps": (1, INFINITY),
     "max_grad_norm": (0, INFINITY),
     "label_smoothing": (0, 1),

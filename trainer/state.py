@@ -234,7 +234,8 @@ def build_run(
     """
     torch.manual_seed(derive_seed(config.seed, "init"))
     converted, weights, plan = 0, "random", data.plan
-    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
+    # SyncBatchNorm talks in each forward pass, which is what local SGD is to save.
+    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1 and config.local_sgd_steps is None)
     if module is None:
         channels, height, width = data.train.shape
         last, classes = plan.micro_batches - 1, len(data.classes)

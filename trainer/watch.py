@@ -40,6 +40,7 @@ PHASES = {
     "forward": "the forward pass",
     "backward": "the backward pass",
     "update": "the optimizer update",
+    "averaging": "the averaging of --local_sgd_steps",
     "agree": "the agreement on stopping",
     "evaluation data": "the evaluation's data loader",
     "evaluation forward": "the evaluation's forward pass",

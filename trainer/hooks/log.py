@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from trainer.accelerator import describe_precision
-from trainer.comm_hooks import describe_hook
+from trainer.comm_hooks import describe_communication
 from trainer.config import Config
 from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
@@ -280,7 +280,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     plugin = accelerator.state.dynamo_plugin
     dynamo = plugin.backend.value.lower()
     shape = " x ".join(map(str, run.data.train.shape))
-    comm = describe_hook(config, run.processes.count)
+    comm = describe_communication(config, run.processes.count)
     rows = [
         ("device", name),
         ("processes", processes),
