@@ -102,14 +102,14 @@ class Hosts:
         for host in self:
             _ip("netns", "exec", host.namespace, "ip", "link", "set", host.interface, "up")
 
-    def slow(self, rate: str | None = None, delay: str = "0ms") -> None:
-        """Let the link carry `rate`, in tc's words ("100mbit"), with `delay` on the way there and on the way back; None: full speed."""
+    def slow(self, rate: str | None = None) -> None:
+        """Let the link carry `rate` each way, in tc's words ("100mbit"), by a token bucket; None: all that it can."""
         for host in self:
             tc = ["netns", "exec", host.namespace, "tc", "qdisc"]
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip(*tc, "del", "dev", host.interface, "root")
             if rate is not None:
-                _ip(*tc, "add", "dev", host.interface, "root", "netem", "rate", rate, "delay", delay, "limit", "100000")
+                _ip(*tc, "add", "dev", host.interface, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
 
 
 @contextmanager

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.helpers import make_run, write_ids
+from tests.helpers import largest_difference, make_run, tensors, write_ids
 from tests.ranks import Ranks, alone
 from tests.sessions import Session, StopAt, assert_equal, session
 from trainer.accelerator import build_accelerator
-from trainer.comm_hooks import EPSILON, PowerSgd, describe_communication
+from trainer.comm_hooks import PowerSgd, describe_communication
 from trainer.config import Config
 from trainer.hooks.log import describe
 from trainer.runtime import Processes, UserError
+from trainer.state import Run
 
 # A convolution's matrix has the columns that memory has: with the channels last in another order.
 KNOBS: dict[str, Any] = {"batch_size": 8, "optimizer": "sgd", "cpu_threads": 1, "channels_last": "off"}
@@ -29,7 +30,7 @@ def gradients(processes: Processes, ids: Path, hook: str) -> dict[str, Any]:
     """Each parameter's gradient of four backward passes: this rank's own, and what the hook makes of both ranks'."""
     run = make_run(processes, ids, comm_hook=hook, sync_bn="off", powersgd_start=2, **KNOBS)
     run.model.eval()
-    passes = []
+    passes, first = [], starts(run.power_sgd, run.module)
     for number in range(4):
         images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(10 * number + processes.rank))
         both = []
@@ -39,14 +40,14 @@ def gradients(processes: Processes, ids: Path, hook: str) -> dict[str, Any]:
             both.append({name: parameter.grad.clone() for name, parameter in run.module.named_parameters() if parameter.grad is not None})
         passes.append(both)
     rows = dict(describe(run))
-    return {"passes": passes, "row": rows.get("comm"), "starts": starts(run.power_sgd, run.module)}
+    return {"passes": passes, "row": rows.get("comm"), "starts": first}
 
 
 def starts(power_sgd: PowerSgd | None, module: torch.nn.Module) -> dict[str, Tensor]:
     """The factors that PowerSGD begins with."""
     if power_sgd is None:
         return {}
-    return {power_sgd.names[parameter]: power_sgd._factor(parameter) for parameter in power_sgd.compressed(list(module.parameters()))}
+    return {name: power_sgd.factor(weight)[:, 0] for name, weight in module.named_parameters() if power_sgd.shape(weight) is not None}
 
 
 def plain_mean(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,10 +68,10 @@ def test_gradients_are_the_mean_of_the_rounded_ones(two_ranks: Ranks, ids: Path,
 
 def thin(matrices: list[Tensor], factor: Tensor) -> tuple[list[Tensor], Tensor]:
     """One step of PowerSGD, rank 1, on each rank's matrix: what each one leaves out, and the product; `factor` becomes the new one."""
-    factor /= factor.norm() + EPSILON
+    factor /= factor.norm()
     column = sum(matrix @ factor for matrix in matrices)
     assert isinstance(column, Tensor)
-    column = column / (column.norm() + EPSILON)
+    column = column / column.norm()
     factor.copy_(sum(matrix.T @ column for matrix in matrices) / len(matrices))
     product = torch.outer(column, factor)
     return [matrix - product for matrix in matrices], product
@@ -115,6 +116,56 @@ def test_powersgd_resumes_to_the_bit(two_ranks: Ranks, ids: Path, tmp_path: Path
         assert_equal(mine, theirs)
     plain = two_ranks.run(train, ids, tmp_path / "plain", None, {})
     assert any(not torch.equal(plain[0].weights[name], whole[0].weights[name]) for name in plain[0].weights), "it compresses nothing"
+
+
+class Wide(nn.Sequential):
+    """5 MB of weights: DDP makes several buckets of them, and other ones after the first backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def several_buckets(processes: Processes, ids: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Weights after six updates, and after four, a checkpoint and two in a wrapper made anew; the largest number of buckets."""
+
+    def build() -> Run:
+        torch.manual_seed(0)
+        return make_run(processes, ids, Wide(), comm_hook="powersgd", powersgd_start=2, **KNOBS)
+
+    def train(run: Run, first: int, last: int) -> None:
+        for number in range(first, last):
+            images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(10 * number + processes.rank))
+            run.module.zero_grad()
+            run.model(images).square().mean().backward()
+            with torch.no_grad():
+                for parameter in run.module.parameters():
+                    parameter -= 0.1 * parameter.grad
+
+    whole, part, again = build(), build(), build()
+    buckets = [0]
+    compress = PowerSgd.compress
+
+    def count(self: PowerSgd, *arguments: Any) -> None:
+        buckets[0] += 1
+        compress(self, *arguments)
+
+    PowerSgd.compress = count  # type: ignore[method-assign]
+    assert whole.power_sgd is not None
+    assert part.power_sgd is not None
+    assert again.power_sgd is not None
+    train(whole, 0, 6)
+    PowerSgd.compress = compress  # type: ignore[method-assign]
+    train(part, 0, 4)
+    again.module.load_state_dict(part.module.state_dict())
+    again.power_sgd.load([part.power_sgd.state()], 4)
+    train(again, 4, 6)
+    return tensors(whole.module), tensors(again.module), buckets[0] // 4
+
+
+def test_powersgd_of_several_buckets_resumes_to_the_bit(two_ranks: Ranks, ids: Path) -> None:
+    for whole, again, buckets in two_ranks.run(several_buckets, ids):
+        assert buckets >= 2
+        assert largest_difference(again, whole) == 0
 
 
 def overflow(processes: Processes, ids: Path, folder: Path) -> str:

@@ -108,7 +108,8 @@ def test_cut_stopped_and_gone_on_with(hosts: Hosts, ids: Path, tmp_path: Path, t
         ends = wait_for_ends(*children, seconds=30)
     finally:
         hosts.mend()
-        [child.kill() for child in children]
+        for child in children:
+            child.kill()
     assert time.monotonic() - cut < 20
     for (code, _, errors), lost, other in zip(ends, (1, 0), ("second", "first"), strict=True):
         assert code != 0

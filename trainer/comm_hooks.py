@@ -1,26 +1,24 @@
 """Gradients that take fewer bytes between the processes: `--comm_hook`.
 
 fp16 and bf16 are torch's hooks, which Accelerate registers: each rank's gradient is rounded and divided by their number, the sum is made in
-that type. PowerSGD (Vogels et al. 2019) is torch's too, with its memories kept by parameter, so that a run can be resumed to the bit:
-torch's are laid out as DDP's buckets, which another process forms anew after its first backward pass.
+that type. PowerSGD (Vogels et al. 2019) is here: torch's keeps its memories by DDP's buckets, which each process forms anew after its first
+backward pass, so that a resume would not be exact, and lets gloo send two buckets' messages in another order on each rank (torch 2.14).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from trainer.config import Config
 from trainer.runtime import UserError
 from trainer.seeding import derive_seed
 
 ACCELERATES = {"fp16": DDPCommunicationHookType.FP16, "bf16": DDPCommunicationHookType.BF16}
-# What keeps a column of zeros, of a layer without gradient, from becoming NaN.
-EPSILON = 1e-8
 ERROR, FACTOR = "powersgd_error/", "powersgd_factor/"
 
 
@@ -43,103 +41,86 @@ def accelerates_hook(config: Config, device: torch.device, scaler: bool) -> DDPC
 class PowerSgd:
     """PowerSGD on a DistributedDataParallel model; makes itself its hook.
 
-    For a weight whose gradient is a matrix M, n x m (a convolution's: output channels x the rest), the ranks exchange two factors of
-    `rank` columns, and what M differs from their product by is added to this rank's next M.
+    For a weight whose gradient is a matrix M, n x m (a convolution's: output channels x the rest, as memory has it), the ranks exchange
+    P = M Q, n x rank, and, with its columns made orthonormal, Q = M^T P, m x rank, from which the next P is made. The gradient becomes
+    P Q^T, and what M differs from it by is added to this rank's next M. Other weights' gradients are exchanged as they are.
 
     Args:
         ddp: the wrapped model, and module: the plain one, for the parameters' names.
-        start: updates before, whose gradients are exchanged as they are; at least 2.
-        step: finished updates.
+        rank: columns.
+        start: updates before, whose gradients are exchanged as they are.
+        seed: of the first Q.
 
-    Raises:
-        UserError: a parameter without dimensions, which torch's hook cannot take.
+    Attributes:
+        step: finished backward passes that exchanged gradients, which are the updates.
+        errors: what was left out, n x m, and factors: Q, both by parameter.
     """
 
-    def __init__(self, ddp: Any, module: nn.Module, rank: int, start: int, seed: int, step: int = 0) -> None:
+    def __init__(self, ddp: Any, module: nn.Module, rank: int, start: int, seed: int) -> None:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        scalars = [name for name, parameter in module.named_parameters() if parameter.requires_grad and not parameter.ndim]
-        if scalars:
-            raise UserError(f"--comm_hook powersgd cannot take the parameter {scalars[0]}, which has no dimension: use another hook")
-        self.torchs = PowerSGDState(None, rank, start, orthogonalization_epsilon=EPSILON)
-        self.torchs.iter = step
-        self.seed = seed
-        # Of parameters that are in no bucket at the moment, flat: what was left out, and the factor m x rank.
+        self.rank, self.start, self.seed, self.step = rank, start, seed, 0
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
-        # As torch's memories are laid out now.
-        self.buckets: dict[int, list[nn.Parameter]] = {}
         ddp.register_comm_hook(self, reduce)
 
-    def arrange(self, bucket: dist.GradBucket) -> None:
-        """Lay torch's memories out for the parameters that `bucket` holds."""
-        index, parameters = bucket.index(), bucket.parameters()
-        held = self.buckets.get(index)
-        if held is not None and [id(parameter) for parameter in held] == [id(parameter) for parameter in parameters]:
-            return
-        if held is not None:
-            self.take_apart()
-        errors = [self.errors.pop(self.names[parameter], parameter.new_zeros(parameter.numel())) for parameter in parameters]
-        factors = [self._factor(parameter) for parameter in self.compressed(parameters)]
-        rows = sum(len(parameter) * self._columns(parameter) for parameter in self.compressed(parameters))
-        buffer = bucket.buffer()
-        self.torchs.error_dict[index] = torch.cat(errors).to(buffer)
-        self.torchs.p_memory_dict[index] = buffer.new_empty(rows)
-        self.torchs.q_memory_dict[index] = torch.cat(factors).to(buffer) if factors else buffer.new_empty(0)
-        self.buckets[index] = parameters
+    def shape(self, parameter: nn.Parameter) -> tuple[int, int, int] | None:
+        """n, m and columns of the factors; None for a gradient of which they would not be half the bytes."""
+        n = len(parameter) if parameter.ndim else 1
+        m = parameter.numel() // n
+        columns = min(n, m, self.rank)
+        return (n, m, columns) if 2 * columns * (n + m) < n * m else None
 
-    def take_apart(self) -> None:
-        """Give each parameter its part of torch's memories, and empty these."""
-        for index, parameters in self.buckets.items():
-            sizes = [parameter.numel() for parameter in parameters]
-            parts = self.torchs.error_dict[index].split(sizes)
-            self.errors |= {self.names[parameter]: part for parameter, part in zip(parameters, parts, strict=True)}
-            matrices = self.compressed(parameters)
-            sizes = [self._width(parameter) * self._columns(parameter) for parameter in matrices]
-            parts = self.torchs.q_memory_dict[index].split(sizes)
-            self.factors |= {self.names[parameter]: part for parameter, part in zip(matrices, parts, strict=True)}
-        for memory in (self.torchs.error_dict, self.torchs.p_memory_dict, self.torchs.q_memory_dict, self.buckets):
-            memory.clear()
+    def factor(self, parameter: nn.Parameter) -> Tensor:
+        """The newest Q, or a random one, the same on all ranks."""
+        name, shape = self.names[parameter], self.shape(parameter)
+        assert shape is not None
+        kept = self.factors.get(name)
+        if kept is None or kept.shape != shape[1:]:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "powersgd", name))
+            kept = torch.randn(shape[1:], generator=generator, dtype=parameter.dtype)
+        return kept.to(parameter.device)
 
-    def compressed(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that torch compresses, since that halves their bytes at least, in its order: by shape."""
-        shapes: dict[tuple[int, int], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            n, m = len(parameter), self._width(parameter)
-            if (n + m) * self._columns(parameter) * self.torchs.min_compression_rate < n * m:
-                shapes.setdefault((n, m), []).append(parameter)
-        return [parameter for same in shapes.values() for parameter in same]
-
-    @staticmethod
-    def _width(parameter: nn.Parameter) -> int:
-        return parameter.numel() // len(parameter)
-
-    def _columns(self, parameter: nn.Parameter) -> int:
-        return min(len(parameter), self._width(parameter), self.torchs.matrix_approximation_rank)
-
-    def _factor(self, parameter: nn.Parameter) -> Tensor:
-        """The one kept, or a random one, the same on all ranks and whatever the buckets are."""
-        name, size = self.names[parameter], self._width(parameter) * self._columns(parameter)
-        kept = self.factors.pop(name, None)
-        if kept is not None and len(kept) == size:
-            return kept.to(parameter.device)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "powersgd", name))
-        return torch.randn(size, generator=generator, dtype=parameter.dtype).to(parameter.device)
+    def compress(self, gradients: list[Tensor], parameters: list[nn.Parameter]) -> None:
+        """Make the gradients what the ranks agree on, in place. A collective."""
+        # In memory of their own: the rounding of a product depends on where its factors lie, and buckets are not always the same.
+        matrices: dict[nn.Parameter, Tensor] = {}
+        into: dict[nn.Parameter, Tensor] = {}
+        whole: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            shape = self.shape(parameter)
+            if shape is None:
+                whole.append(gradient)
+                continue
+            into[parameter] = gradient.view(shape[:2])
+            matrices[parameter] = into[parameter].clone()
+            if self.names[parameter] in self.errors:
+                matrices[parameter] += self.errors[self.names[parameter]].to(gradient.device)
+        means = mean_over_ranks([*whole, *(matrix @ self.factor(parameter) for parameter, matrix in matrices.items())])
+        for gradient, mean in zip(whole, means, strict=False):
+            gradient.copy_(mean)
+        bases = [torch.linalg.qr(mean).Q for mean in means[len(whole) :]]
+        factors = mean_over_ranks([matrix.T @ base for matrix, base in zip(matrices.values(), bases, strict=True)])
+        for (parameter, matrix), base, factor in zip(matrices.items(), bases, factors, strict=True):
+            product = base @ factor.T
+            into[parameter].copy_(product)
+            self.errors[self.names[parameter]] = matrix - product
+            self.factors[self.names[parameter]] = factor
 
     # Checkpoints.
 
     def state(self) -> dict[str, Tensor]:
         """This rank's memories by name, on the CPU; none before the start."""
-        self.take_apart()
         named = {ERROR + name: tensor for name, tensor in self.errors.items()} | {FACTOR + name: t for name, t in self.factors.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
-    def load(self, ranks: list[Mapping[str, Tensor]], step: int) -> None:
+    def load(self, ranks: Sequence[Mapping[str, Tensor]], step: int) -> None:
         """Go on with the memories of a checkpoint.
 
         Args:
             ranks: this rank's; or, on another number of processes, all ranks', whose mean keeps what has been left out.
+            step: finished updates.
         """
-        self.torchs.iter = step
+        self.step = step
         for name in self.names.values():
             errors = [tensors[ERROR + name] for tensors in ranks if ERROR + name in tensors]
             if errors:
@@ -148,11 +129,28 @@ class PowerSgd:
                 self.factors[name] = ranks[0][FACTOR + name]
 
 
-def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of the ranks' gradients in `bucket`, or what PowerSGD makes of it."""
-    if state.torchs.iter >= state.torchs.start_powerSGD_iter:
-        state.arrange(bucket)
-    return powerSGD_hook(state.torchs, bucket)
+def mean_over_ranks(tensors: list[Tensor]) -> list[Tensor]:
+    """The mean of each over all ranks, in one message, as tensors of their own. A collective."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    parts = flat.div_(dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).clone() for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The mean of the ranks' gradients in `bucket`, or what PowerSGD makes of it. DDP looks at these annotations."""
+    start = state.step < state.start
+    state.step += bucket.is_last()
+    if start:
+        return allreduce_hook(dist.group.WORLD, bucket)
+    # One bucket after the other, so that all ranks send the same at the same time.
+    state.compress(bucket.gradients(), bucket.parameters())
+    buffer = bucket.buffer()
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
+    done.set_result(buffer)
+    return done
 
 
 def describe_communication(config: Config, processes: int) -> str | None:

@@ -121,9 +121,9 @@ class ModelConfig:
     """what gradients become on their way between processes: rounded to fp16 or bf16 (half the bytes), or products of two thin matrices
     ('powersgd', a few hundredths of them); for slow networks: the gradients are not exact any more"""
     powersgd_rank: int = 1
-    """--comm_hook powersgd: columns of the two matrices"""
+    """--comm_hook powersgd: columns of the two matrices; more of them are nearer to the gradient, and take more bytes"""
     powersgd_start: int = 1000
-    """--comm_hook powersgd: updates before it, with whole gradients; at least 2"""
+    """--comm_hook powersgd: updates before it, with whole gradients, which move the most in the beginning"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +395,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
     "powersgd_rank": (1, INFINITY),
-    "powersgd_start": (2, INFINITY),
+    "powersgd_start": (0, INFINITY),
     "epochs": (1, INFINITY),
     "max_steps": (1, INFINITY),
     "lr": (0, INFINITY),
