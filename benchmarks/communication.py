@@ -29,7 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "powersgd": {"comm_hook": "powersgd", "powersgd_start": 2},
     "local SGD, 8": {"local_sgd_steps": 8},
 }
-WARM_UP, MEASURED = 8, 8
+# Updates; a whole period of local SGD is measured, after one.
+MEASURED = 8
 READY = "ready for "
 
 
@@ -64,12 +65,13 @@ def measure(model: str) -> None:
         processes.broadcast(None)
         figures: dict[str, dict[str, float]] = {}
         for way, knobs in WAYS.items():
+            warm_up = knobs.get("local_sgd_steps", 3)
             config = Config(
                 model=model,
                 image_size="32",
                 batch_size=8,
                 optimizer="sgd",
-                max_steps=WARM_UP + MEASURED,
+                max_steps=warm_up + MEASURED,
                 sync_bn="off",
                 cpu_threads=1,
                 **knobs,
@@ -81,8 +83,8 @@ def measure(model: str) -> None:
             run.processes.stops.training = True
             train_epoch(run, hooks)
             figures[way] = {
-                "seconds": (clock.times[-1] - clock.times[WARM_UP - 1]) / MEASURED,
-                "megabytes": (clock.sent[-1] - clock.sent[WARM_UP - 1]) / MEASURED / 1e6,
+                "seconds": (clock.times[-1] - clock.times[warm_up - 1]) / MEASURED,
+                "megabytes": (clock.sent[-1] - clock.sent[warm_up - 1]) / MEASURED / 1e6,
                 "parameters": sum(parameter.numel() for parameter in run.module.parameters()),
             }
             run.close()

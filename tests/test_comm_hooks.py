@@ -139,7 +139,8 @@ def several_buckets(processes: Processes, ids: Path) -> tuple[dict[str, Tensor],
             run.model(images).square().mean().backward()
             with torch.no_grad():
                 for parameter in run.module.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.1)
 
     whole, part, again = build(), build(), build()
     buckets = [0]
@@ -149,7 +150,7 @@ def several_buckets(processes: Processes, ids: Path) -> tuple[dict[str, Tensor],
         buckets[0] += 1
         compress(self, *arguments)
 
-    PowerSgd.compress = count  # type: ignore[method-assign]
+    PowerSgd.compress = count  # type: ignore[assignment, method-assign]
     assert whole.power_sgd is not None
     assert part.power_sgd is not None
     assert again.power_sgd is not None

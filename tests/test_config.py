@@ -163,6 +163,7 @@ UNITS = (
     "L2 norm",
     "the optimizer",
     "number that",
+    "columns",
     "seconds",
 )
 

@@ -144,7 +144,7 @@ def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[tor
     start = state.step < state.start
     state.step += bucket.is_last()
     if start:
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
     # One bucket after the other, so that all ranks send the same at the same time.
     state.compress(bucket.gradients(), bucket.parameters())
     buffer = bucket.buffer()
