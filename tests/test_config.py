@@ -163,6 +163,7 @@ UNITS = (
     "L2 norm",
     "the optimizer",
     "number that",
+    "columns",
     "seconds",
 )
 
@@ -383,6 +384,9 @@ def a_config(generator: random.Random) -> Config:
         values.pop("eval_split", None)
     if values.get("global_batch_size") or values.get("auto_batch_size"):
         values.pop("scale_lr", None)
+    if values.get("local_sgd_steps"):
+        for name in ("comm_hook", "find_unused_parameters", "static_graph", "checkpointing_steps"):
+            values.pop(name, None)
     if values.get("streaming"):
         values.pop("cache", None)
         values.pop("val_fraction", None)

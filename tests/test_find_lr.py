@@ -217,6 +217,7 @@ def test_the_command_leaves_two_files_and_a_training_can_follow(two_ranks: Ranks
     ("flags", "sentence"),
     [
         (["--resume", "auto"], "error: --resume_from_checkpoint is not for find_lr, which begins with new weights: leave it out"),
+        (["--local_sgd_steps", "4"], "error: --local_sgd_steps is not for find_lr, which looks at one loss of all processes: leave it out"),
         (["--output_dir", "/proc/nowhere"], "error: --output_dir /proc/nowhere cannot be made or written ("),
     ],
 )

@@ -13,6 +13,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
+from trainer.comm_hooks import accelerates_hook
 from trainer.config import Config
 from trainer.cpu import cores
 from trainer.runtime import Processes, UserError, env_int, env_true
@@ -35,6 +36,8 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
     precision = requested_precision(config)
     check_precision(precision, device)
     check_launcher(config, processes)
+    if config.local_sgd_steps is not None and precision == "fp16":
+        raise UserError("--local_sgd_steps cannot go with fp16, whose loss scale would differ between processes: use bf16 or no")
     set_threads(config, processes)
     check_trackers(config)
     if config.tf32 and device.type != "cuda":
@@ -48,6 +51,7 @@ def build_accelerator(config: Config, processes: Processes) -> Accelerator:
             broadcast_buffers=config.broadcast_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
+            comm_hook=accelerates_hook(config, device, scaler=precision == "fp16"),
         )
     ]
     accelerator = Accelerator(

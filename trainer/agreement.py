@@ -19,8 +19,12 @@ def interrupted(run: Run) -> bool:
         RunError: a loss or gradient is not finite.
     """
     run.at("agree")
-    if run.pace.due(run.processes):
-        _take(run, run.processes.stops.agreed())
+    stops = run.processes.stops
+    if run.config.local_sgd_steps is not None:
+        # The next call can be many updates away.
+        _take(run, stops.agreed_now())
+    elif run.pace.due(run.processes):
+        _take(run, stops.agreed())
     return run.state.interrupted is not None
 
 

@@ -4,7 +4,7 @@
       model.safetensors       weights and buffers
       ema.safetensors         averaged weights, with --ema_decay
       optimizer.safetensors   KIND/PARAMETER, for example exp_avg/fc.weight
-      rank_0.safetensors …    generators and the sums since the last log line, of each rank
+      rank_0.safetensors …    generators, the sums since the last log line, and PowerSGD's memories, of each rank
       state.json              TrainState, GradScaler, hooks, config, processes, plan, what the data were
       best/                   output_dir/model as it was
       manifest.json           size and SHA-256 of each file; written last
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -101,7 +102,8 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
     window["window_bad"] = run.window.bad.detach().cpu().clone()
     if run.window.grad_norm is not None:
         window["window_grad_norm"] = run.window.grad_norm.detach().cpu().clone()
-    ranks = run.processes.all_gather(generator_states(run.accelerator.device) | window)
+    memories = run.power_sgd.state() if run.power_sgd is not None else {}
+    ranks = run.processes.gather(generator_states(run.accelerator.device) | window | memories)
     folder = run.output_dir / CHECKPOINTS / f"step_{run.state.step:08d}"
     with run.processes.together():
         if run.is_main:
@@ -200,13 +202,29 @@ def find(config: Config, processes: Processes) -> Checkpoint | None:
     """The checkpoint that `--resume_from_checkpoint` names, loaded by the main process and sent to all; None to start anew. A collective.
 
     Raises:
-        UserError: there is none at the path, it is broken, or it is of another training.
+        UserError: there is none at the path, it is broken, or it is of another training; or another host has later ones.
     """
     found: list[Checkpoint | None] = []
     with processes.together():
         if processes.is_main:
             found.append(_find(config))
+    if config.resume_from_checkpoint == "auto":
+        _refuse_stale(config, processes)
     return processes.broadcast(found[0] if found else None)
+
+
+def _refuse_stale(config: Config, processes: Processes) -> None:
+    """Refuse to go on from rank 0's folder when another host's is ahead of it: without a shared one, rank 0 may be elsewhere now."""
+    paths = listed(Path(config.output_dir or "") / CHECKPOINTS)
+    newest = processes.all_gather((step_of(paths[-1]) if paths else -1, socket.gethostname()))
+    step, host = max(newest, key=lambda place: place[0])
+    if step > newest[0][0]:
+        raise UserError(
+            f"--resume auto: on host {newest[0][1]}, where rank 0 is, {config.output_dir} has "
+            f"{f'step_{newest[0][0]:08d}' if newest[0][0] >= 0 else 'no checkpoint'}, but on host {host} step_{step:08d}: "
+            "make --output_dir a folder that all hosts share, or start with the hosts' ranks as they were",
+            agreed=True,
+        )
 
 
 def _find(config: Config) -> Checkpoint | None:
@@ -339,6 +357,8 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
         run.window.samples += sum(int(tensors["window_samples"]) for tensors in windows)
         run.window.bad += sum(int(tensors["window_bad"]) for tensors in windows)
         run.window.grad_norm = windows[0].get("window_grad_norm")
+    if run.power_sgd is not None:
+        run.power_sgd.load([checkpoint.ranks[run.processes.rank]] if same_ranks else checkpoint.ranks, run.state.step)
     if same_ranks and run.state.consumed:
         run.generators = checkpoint.ranks[run.processes.rank]
 

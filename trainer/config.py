@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.runtime import UserError, env_int
+from trainer.runtime import Processes, UserError, env_int
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -119,6 +119,13 @@ class ModelConfig:
     """DDP: let gradients share memory with the communication buckets; saves one copy of the gradients"""
     static_graph: bool = False
     """DDP: promise that every iteration uses the same parameters"""
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """what gradients become on their way between processes: rounded to fp16 or bf16 (half the bytes), or products of two thin matrices
+    ('powersgd', a few hundredths of them); for slow networks: the gradients are not exact any more"""
+    powersgd_rank: int = 1
+    """--comm_hook powersgd: columns of the two matrices; more of them are nearer to the gradient, and take more bytes"""
+    powersgd_start: int = 1000
+    """--comm_hook powersgd: updates before it, with whole gradients, which move the most in the beginning"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +164,9 @@ class OptimConfig:
     """epochs in a row without a lower test loss that make the rate fall, for 'plateau'"""
     min_lr: float = 0.0
     """learning rate that the fall ends at"""
+    local_sgd_steps: int | None = None
+    """each process updates by its own gradients, and after this many updates, and at an epoch's end, all take the mean of their weights,
+    BatchNorm statistics and optimizer states; checkpoints and stops come then; unset: gradients are averaged at each update"""
     gradient_accumulation_steps: int = 1
     """forward and backward passes of a process for one update"""
     max_grad_norm: float | None = None
@@ -275,6 +285,23 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
                 "for any number of processes: leave one of them out"
             )
 
+        if self.local_sgd_steps is not None:
+            self._check_local_sgd(self.local_sgd_steps)
+
+    def _check_local_sgd(self, steps: int) -> None:
+        for name, asked in (
+            (f"comm_hook {self.comm_hook}", self.comm_hook != "none"),
+            ("find_unused_parameters", self.find_unused_parameters),
+            ("static_graph", self.static_graph),
+        ):
+            if asked:
+                raise UserError(f"--{name} is about gradients that --local_sgd_steps {steps} does not send: leave one of them out")
+        if isinstance(self.checkpointing_steps, int) and self.checkpointing_steps % steps:
+            raise UserError(
+                f"--checkpointing_steps {self.checkpointing_steps} must be a multiple of --local_sgd_steps {steps}: "
+                "only then do all processes have the same weights"
+            )
+
     def _check_data(self) -> None:
         if self.data_dir is not None:
             if self.dataset != DATASET:
@@ -313,6 +340,23 @@ class Config(DataConfig, ModelConfig, OptimConfig, RunConfig):
         return pixels(self.image_size) if self.image_size is not None else None
 
 
+def require_same(config: Config, processes: Processes) -> None:
+    """Refuse a run whose ranks were given different flags or recipes, as several hosts can be; paths may differ. A collective.
+
+    Raises:
+        UserError: naming the flag and the two values; the same on all ranks.
+    """
+    own = {field.name: getattr(config, field.name) for field in fields(Config) if field.name not in OF_THE_HOST}
+    everyone = processes.all_gather(own)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise UserError(
+                    f"--{name} is {everyone[0][name]} on rank 0, but {value} on rank {rank}: give all hosts the same flags and recipe",
+                    agreed=True,
+                )
+
+
 def pixels(text: str) -> tuple[int, int]:
     """`--image_size` as (height, width).
 
@@ -342,6 +386,17 @@ def seconds(text: str) -> float:
     return total
 
 
+# What may differ between hosts: where things lie, and what fits their hardware.
+OF_THE_HOST = (
+    "dataset",
+    "data_dir",
+    "weights",
+    "output_dir",
+    "resume_from_checkpoint",
+    "cache",
+    "num_workers",
+    "cpu_threads",
+)
 # Two BatchNorm layers after two poolings need at least two values for each channel, also in a batch of one image.
 SMALLEST_SIDE, LARGEST_SIDE = 4, 16384
 TEXTS = (
@@ -374,6 +429,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "shuffle_buffer": (1, INFINITY),
     "num_workers": (0, INFINITY),
     "cpu_threads": (1, INFINITY),
+    "powersgd_rank": (1, INFINITY),
+    "powersgd_start": (0, INFINITY),
     "epochs": (1, INFINITY),
     "max_steps": (1, INFINITY),
     "lr": (0, INFINITY),
@@ -384,6 +441,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lr_gamma": (0, 1),
     "plateau_patience": (1, INFINITY),
     "min_lr": (0, INFINITY),
+    "local_sgd_steps": (1, INFINITY),
     "gradient_accumulation_steps": (1, INFINITY),
     "max_grad_norm": (0, INFINITY),
     "label_smoothing": (0, 1),

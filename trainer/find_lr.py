@@ -35,6 +35,8 @@ def read(argv: Sequence[str]) -> Config:
     config = parse(argv)
     if config.resume_from_checkpoint is not None:
         raise UserError("--resume_from_checkpoint is not for find_lr, which begins with new weights: leave it out")
+    if config.local_sgd_steps is not None:
+        raise UserError("--local_sgd_steps is not for find_lr, which looks at one loss of all processes: leave it out")
     return config
 
 

@@ -8,6 +8,7 @@
           for each micro-batch: mixup or CutMix, forward, backward
           after the last one of an update: clip, optimizer step
             average the weights             with --ema_decay
+            all ranks take their mean       with --local_sgd_steps, when it is due
             on_step_end                     unless the GradScaler skipped the step; Log, Audit, Checkpoints
             all ranks agree whether to stop
         evaluate                            the averaged weights, with --ema_decay
@@ -41,6 +42,7 @@ from trainer.hooks.gather_metrics import GatherMetrics
 from trainer.hooks.save_on_main import SaveOnMain
 from trainer.hooks.seed_processes import SeedProcesses
 from trainer.hooks.set_epoch import SetEpoch
+from trainer.local_sgd import average_ranks, averaging_due
 from trainer.models.head import train_mode
 from trainer.runtime import UserError
 from trainer.seeding import derive_seed, restore_generators
@@ -125,9 +127,11 @@ def train_epoch(run: Run, hooks: HookList) -> None:
             state.samples += size
             if run.ema is not None:
                 run.ema.update(state.step)
+            if averaging_due(run):
+                average_ranks(run)
             hooks.on_step_end(run)
         state.stop = run.max_steps_done
-        if interrupted(run) or state.stop:
+        if (averaging_due(run) and interrupted(run)) or state.stop:
             # Accelerate would keep a loader that is left early on its stack of active ones.
             run.train_loader.end()
             return
@@ -144,7 +148,8 @@ def forward_backward(run: Run, plan: BatchPlan, micro: int, batch: Batch, positi
     """
     config, rank = run.config, run.processes.rank
     images, labels, keys = batch
-    with nullcontext() if plan.ends_update(micro) else run.accelerator.no_sync(run.model):
+    apart = config.local_sgd_steps is not None or not plan.ends_update(micro)
+    with run.accelerator.no_sync(run.model) if apart else nullcontext():
         run.at("forward")
         inputs, mixture = run.normalize(run.augment(images, keys)), None
         if config.mixup or config.cutmix:

@@ -9,7 +9,7 @@ if __name__ == "__main__" and not __package__:
     # A script's own folder heads sys.path, where trainer/data would be found as `data`; the clone's root belongs there.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from trainer.config import Config, parse
+from trainer.config import Config, parse, require_same
 from trainer.runtime import Processes, Stopped, run_command
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def train(config: Config, processes: Processes, own_hooks: "tuple[Hook, ...]" = 
     from trainer.output import create_output_dir, report_end
     from trainer.state import build_run
 
+    require_same(config, processes)
     with processes.together():
         accelerator = build_accelerator(config, processes)
     if config.push_to_hub is not None:

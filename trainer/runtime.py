@@ -7,7 +7,10 @@ how a step that can fail is taken: every rank attempts it, every rank learns the
 import errno
 import gc
 import os
+import re
+import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILURE, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 75
 # Waiting for a rank that downloads a data set can rightly take hours; a rank that died is ended by its launcher, not by this limit.
 CONTROL_TIMEOUT = timedelta(hours=24)
+# Seconds after which a process that is still alone says what it waits for.
+PATIENCE = 30.0
 REFUSED_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -137,6 +142,16 @@ class Processes:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, in rank order, on rank 0; nothing on the others. A collective."""
+        if self.control is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.count if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank. A collective."""
@@ -446,6 +461,9 @@ def join(stops: Stops | None = None) -> Processes:
     refuse_device(device.type if device else "cpu")
     # PartialState lowers the number of threads, with a warning, when this is unset; accelerator.py sets the threads.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    impatient = threading.Timer(PATIENCE, _say_who_is_awaited)
+    impatient.daemon = True
+    impatient.start()
     try:
         # Without cpu=True, Accelerate makes every process of a machine without GPU believe that it is the only one.
         state = PartialState(cpu=device is None or env_true("ACCELERATE_USE_CPU"), **group_arguments())
@@ -453,6 +471,8 @@ def join(stops: Stops | None = None) -> Processes:
         # Half-made state would answer the next attempt in this Python, for example in a notebook.
         PartialState._reset_state()
         raise _network_error(error) from error
+    finally:
+        impatient.cancel()
     size = env_int("WORLD_SIZE", 1)
     if state.num_processes != size:
         raise UserError(
@@ -527,9 +547,21 @@ def refuse_device(device_type: str) -> None:
         )
 
 
+def _master() -> str:
+    return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
+
+
+def _say_who_is_awaited() -> None:
+    """A host that was not started, or started with another's rank, is waited for for half an hour."""
+    if env_int("WORLD_SIZE", 1) > 1 and env_int("LOCAL_RANK", 0) == 0:
+        say(
+            f"rank {_rank(None)} on host {socket.gethostname()} waits at {_master()} for the other processes, {os.environ['WORLD_SIZE']} "
+            f"in all, for {PATIENCE:.0f} s now: start every host, each with its own --machine_rank (--node_rank), the same address and port"
+        )
+
+
 def _network_error(error: Exception) -> Exception:
-    text = str(error)
-    place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
+    text, place = str(error), _master()
     if "EADDRINUSE" in text or "in use" in text:
         return UserError(
             f"the port of {place} is in use by another program: choose another with --main_process_port (accelerate launch), "
@@ -541,6 +573,11 @@ def _network_error(error: Exception) -> Exception:
         return UserError(
             f"the processes found each other at {place}, but cannot connect directly: set GLOO_SOCKET_IFNAME (and "
             "NCCL_SOCKET_IFNAME on GPUs) to the network interface that reaches the other hosts, as `ip addr` names it"
+        )
+    if re.search("timed out|timeout", text, re.IGNORECASE):
+        return UserError(
+            f"not all {os.environ.get('WORLD_SIZE', '1')} processes came to {place} in time: start every host, each with its own "
+            "--machine_rank (--node_rank), the same address and port, which no firewall may close"
         )
     return error
 

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from trainer.accelerator import memory_format
+from trainer.comm_hooks import PowerSgd
 from trainer.config import Config
 from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
@@ -135,6 +136,7 @@ class Run:
         first_step: updates that were done before this process started.
         ema: the averaged weights; None without `--ema_decay`.
         pace: how often all ranks agree whether to go on.
+        power_sgd: None without `--comm_hook powersgd`, and on one process.
         weights: where the model's weights came from.
     """
 
@@ -171,6 +173,7 @@ class Run:
     on_entry: Callable[[dict[str, Any]], None] | None = None
     ema: Ema | None = None
     pace: Pace = field(default_factory=Pace)
+    power_sgd: PowerSgd | None = None
     weights: str = "random"
 
     @property
@@ -285,7 +288,8 @@ def build_run(
     """
     torch.manual_seed(derive_seed(config.seed, "init"))
     converted, weights, plan = 0, "random", data.plan
-    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1)
+    # SyncBatchNorm talks in each forward pass, which is what local SGD is to save.
+    synchronise = config.sync_bn == "on" or (config.sync_bn == "auto" and processes.count > 1 and config.local_sgd_steps is None)
     if module is None:
         channels, height, width = data.train.shape
         last, classes = plan.micro_batches - 1, len(data.classes)
@@ -319,6 +323,11 @@ def build_run(
     train_loader = accelerator.prepare(train_loader)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader)
+    power_sgd = None
+    if config.comm_hook == "powersgd" and processes.count > 1:
+        # A compiled model holds the wrapper.
+        wrapper = getattr(model, "_orig_mod", model)
+        power_sgd = PowerSgd(wrapper, module, config.powersgd_rank, config.powersgd_start, config.seed)
     planned = config.epochs * data.plan.updates
     total = planned_steps(config, planned)
     return Run(
@@ -348,5 +357,6 @@ def build_run(
         writer=Writer(lambda: processes.stops.request(NOT_WRITTEN)),
         # Only now are all ranks' weights rank 0's.
         ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
+        power_sgd=power_sgd,
         weights=weights,
     )

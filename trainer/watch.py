@@ -40,6 +40,7 @@ PHASES = {
     "forward": "the forward pass",
     "backward": "the backward pass",
     "update": "the optimizer update",
+    "averaging": "the averaging of --local_sgd_steps",
     "agree": "the agreement on stopping",
     "evaluation data": "the evaluation's data loader",
     "evaluation forward": "the evaluation's forward pass",
@@ -92,6 +93,10 @@ class Entry:
     reason: str = ""
     told: int = 0
     children: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def host_name(self) -> str:
+        return self.host.partition(" ")[0]
 
     @property
     def place(self) -> str:
@@ -288,7 +293,7 @@ class Watch:
         if self._first is not None:
             return self._sentence(self._first) if self._first != self.rank else None
         if self._line is not None and self._now - self._heard[0] >= self._silence:
-            return f"rank 0 does not answer: last seen in {self._table[0].sight}"
+            return f"rank 0{self._elsewhere(self._table[0])} does not answer: last seen in {self._table[0].sight}"
         gone = [entry for entry in self._table.values() if entry.state == CLOSED]
         return f"rank {gone[0].rank} has ended, while this rank still needs it" if gone else None
 
@@ -297,10 +302,14 @@ class Watch:
         if entry.state == FAILED and entry.told:
             return entry.reason
         if entry.state == FAILED:
-            return f"rank {rank} failed: {entry.reason}"
+            return f"rank {rank}{self._elsewhere(entry)} failed: {entry.reason}"
         if self._gone(entry):
             return f"rank {rank} was killed, crashed or ran out of memory (its process {entry.pid} is gone): last seen in {entry.place}"
-        return f"rank {rank} was killed or lost its connection: last seen in {entry.place}"
+        return f"rank {rank}{self._elsewhere(entry)} was killed or lost its connection: last seen in {entry.place}"
+
+    def _elsewhere(self, entry: Entry) -> str:
+        """ " on host NAME" for a rank of another host."""
+        return f" on host {entry.host_name}" if entry.host != self._table[self.rank].host else ""
 
     def _await_verdict(self) -> None:
         """Block the caller while the watching thread ends this process."""
@@ -554,11 +563,20 @@ class Watch:
     def _end_hang(self, silent: frozenset[int]) -> None:
         running = {rank: entry for rank, entry in self._table.items() if entry.state == RUNNING}
         absent = missing(running, silent)
-        what = f"{_names(absent)} did not arrive" if absent else "no rank is known to wait for another"
+        places = {self._elsewhere(self._table[rank]) for rank in absent}
+        # One host that all of them are on, and this rank is not.
+        where = places.pop() if len(places) == 1 else ""
+        what = f"{_names(absent)}{where} did not arrive" if absent else "no rank is known to wait for another"
         lines = [f"error: no progress for {self._timeout:g} s (--hang_timeout): {what}", *rows(self._table, absent)]
         for rank in sorted(silent):
             entry = self._table[rank]
-            process = _process(entry.pid, entry.born) if entry.host == self._table[self.rank].host else None
+            if self._elsewhere(entry):
+                lines.append(
+                    f"rank {rank}: nothing is heard from its process {entry.pid} on host {entry.host_name}: the process is stopped, "
+                    "or the host or the network to it is down"
+                )
+                continue
+            process = _process(entry.pid, entry.born)
             stopped = process is not None and process.status() == psutil.STATUS_STOPPED
             lines.append(f"rank {rank}: its process {entry.pid} {'is stopped' if stopped else 'does not answer'}")
         if 0 in silent and self.count > 2:

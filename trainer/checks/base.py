@@ -74,6 +74,7 @@ class Subject:
         skips_bad: the training leaves out images that cannot be read.
         folder: where checkpoints go; temporary folders of the checks are made inside.
         checkpoints: how many checkpoints will lie there at once.
+        tolerance: how far gradients may be from the mean over the ranks, as a share of it; for those that are rounded on their way.
         averages: bytes of averaged weights in each of them.
         absent: why something is None.
         eval_note: which images of the test split these are, where they are not all.
@@ -103,6 +104,7 @@ class Subject:
     skips_bad: bool = False
     folder: Path
     checkpoints: int = 1
+    tolerance: float = 1e-3
     averages: int = 0
     absent: str = "not given"
     eval_note: str = ""

@@ -11,8 +11,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from trainer.checks.base import Result, Subject, find_ddp, name_ranks, quantity
 from trainer.checks.loaders import first_batches
 
-TOLERANCE = 1e-3
-
 
 def check(subject: Subject) -> Result:
     """Backward through the wrapped model against the mean of backward passes through the plain one, on the same weights and batches.
@@ -36,8 +34,8 @@ def check(subject: Subject) -> Result:
         return Result(
             "FAIL", f"gradients differ between the ranks by {max(unequal):.1g}: is the forward pass the wrapped model's, outside no_sync()?"
         )
-    if not max(wrong) < TOLERANCE:
-        ranks = [rank for rank, difference in enumerate(wrong) if not difference < TOLERANCE]
+    if not max(wrong) < subject.tolerance:
+        ranks = [rank for rank, difference in enumerate(wrong) if not difference < subject.tolerance]
         return Result("FAIL", f"on {name_ranks(ranks, subject.count)} gradients are {max(wrong):.1g} away from the mean over the ranks")
     mean = "exactly" if max(wrong) == 0 else f"within {max(wrong):.1g}"
     return Result("PASS", f"{quantity(len(averaged), 'tensor')} equal on {subject.count} ranks, and {mean} the mean of their own gradients")

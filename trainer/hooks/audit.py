@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.hooks.base import Hook
+from trainer.local_sgd import averaging_due
 from trainer.runtime import RunError
 from trainer.seeding import GOLDEN
 from trainer.state import Run
@@ -14,15 +15,15 @@ from trainer.state import Run
 class Audit(Hook):
     """Compares a hash of each weight and its average, with SyncBN of each running statistic too, of the rate and the loss scale.
 
-    Over all ranks, after every `audit_interval` updates, and at each epoch's end. (Without SyncBN, running statistics differ between two
-    forward passes; DDP sends rank 0's at the next.)
+    Over all ranks, after every `audit_interval` updates (with local SGD where these are ones at which the ranks are equal), and at each
+    epoch's end. (Without SyncBN, running statistics differ between two forward passes; DDP sends rank 0's at the next.)
 
     Raises:
         RunError: something differs; it names the tensor and the ranks. The same on all ranks.
     """
 
     def on_step_end(self, run: Run) -> None:
-        if run.config.audit_interval and run.state.step % run.config.audit_interval == 0:
+        if run.config.audit_interval and run.state.step % run.config.audit_interval == 0 and averaging_due(run):
             self.compare(run)
 
     def on_epoch_end(self, run: Run) -> None:

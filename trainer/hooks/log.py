@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from trainer.accelerator import describe_precision
+from trainer.comm_hooks import describe_communication
 from trainer.config import Config
 from trainer.data.row_groups import StreamedRows
 from trainer.data.transforms import MEASURED
@@ -289,6 +290,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     plugin = accelerator.state.dynamo_plugin
     dynamo = plugin.backend.value.lower()
     shape = " x ".join(map(str, run.data.train.shape))
+    comm = describe_communication(config, run.processes.count)
     rows = [
         ("device", name),
         ("processes", processes),
@@ -314,6 +316,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         ("updates", f"{run.total_steps} ({plan.updates} an epoch, {config.epochs} epochs)"),
         ("optimizer", describe_optimizer(config)),
         ("lr plan", str(run.lr_plan)),
+        *([("comm", comm)] if comm is not None else []),
         *describe_extras(config),
         ("output", str(run.output_dir)),
         *([("trackers", ", ".join(config.trackers))] if config.trackers else []),
