@@ -1,5 +1,6 @@
 """Trackers get what metrics.jsonl has: each number once, at its update, whatever stops and resumes; and never end a training."""
 
+import io
 import json
 import sqlite3
 import struct
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
+from PIL import Image
 
 from tests.helpers import alone_run, needed_hooks, write_ids
 from tests.ranks import Ranks
@@ -58,7 +60,9 @@ def in_tensorboard(folder: Path, project: str = "ids") -> Points:
     events = EventAccumulator(str(file), size_guidance={"scalars": 0})
     events.Reload()
     (picture,) = events.Images("eval/confusion")
-    assert (picture.width, picture.height) == (400, 400)
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    shown = numpy.asarray(Image.open(io.BytesIO(picture.encoded_image_string)).convert("RGB"))
+    assert numpy.array_equal(shown, draw_confusion(results["confusion"], list(results["per_class"])))
     points: Points = {}
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
@@ -225,10 +229,12 @@ def test_configs_are_flat_numbers_and_texts() -> None:
     assert Config().trackers == ()
 
 
-def test_the_picture_is_darkest_where_images_are() -> None:
-    picture = draw_confusion([[3, 1], [0, 0]])
+def test_the_picture_of_more_classes_than_the_report_draws_is_darkest_where_images_are() -> None:
+    confusion = [[0] * 200 for _ in range(200)]
+    confusion[0][:2] = [3, 1]
+    picture = draw_confusion(confusion, [str(number) for number in range(200)])
     assert picture.shape == (400, 400, 3)
     assert picture.dtype == numpy.uint8
-    cells = picture[::200, ::200].tolist()
+    cells = picture[::2, ::2][:2, :2].tolist()
     # 3/4 of the way from white to dark blue, 1/4, and none, also where a class has no images.
     assert cells == [[[70, 100, 144], [193, 203, 218]], [[255, 255, 255]] * 2]

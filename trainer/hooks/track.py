@@ -1,10 +1,11 @@
 """Trackers: what Log records, to TensorBoard, Weights & Biases and the others of Accelerate."""
 
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy
 import torch
+from PIL import Image
 
 from trainer.files import write_json
 from trainer.hooks.base import Hook
+from trainer.plot import DRAWN, confusion_figure, drawing, png
 from trainer.runtime import EXIT_DONE, EXIT_STOPPED, UserError, say
 from trainer.state import Run
 
@@ -141,7 +144,7 @@ class Track(Hook):
     def on_fit_end(self, run: Run) -> None:
         for tracker in tuple(self.trackers):
             with self.guarded(run, tracker):
-                log_picture(tracker, draw_confusion(run.state.metrics["confusion"]), run.state.step)
+                log_picture(tracker, draw_confusion(run.state.metrics["confusion"], run.data.classes), run.state.step)
 
     @contextmanager
     def guarded(self, run: Run, tracker: Any) -> Iterator[None]:
@@ -208,8 +211,14 @@ def log_picture(tracker: Any, picture: "numpy.ndarray[Any, Any]", step: int) -> 
         tracker.tracker.log_image(f"{PICTURE}.png", picture)
 
 
-def draw_confusion(confusion: list[list[int]]) -> "numpy.ndarray[Any, Any]":
-    """The confusion matrix as uint8 (H, W, 3): a row is a true class, from the top; white is none of its images, dark blue all of them."""
+def draw_confusion(confusion: list[list[int]], classes: Sequence[str]) -> "numpy.ndarray[Any, Any]":
+    """The report's confusion matrix, uint8 (H, W, 3).
+
+    Of more classes than the report draws, the cells alone: a row is a true class, from the top; white is none of its images, dark blue all.
+    """
+    if len(classes) <= DRAWN:
+        with drawing():
+            return numpy.asarray(Image.open(io.BytesIO(png(confusion_figure(confusion, classes)))).convert("RGB"))
     counts = torch.tensor(confusion, dtype=torch.float64)
     share = counts / counts.sum(1, keepdim=True).clamp(min=1)
     white, blue = torch.tensor([255.0, 255.0, 255.0]), torch.tensor([8.0, 48.0, 107.0])
