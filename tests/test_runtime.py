@@ -4,6 +4,7 @@ import io
 import json
 import os
 import socket
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 
-from tests.ranks import RankError, Ranks, alone, free_port
+from tests.helpers import ROOT
+from tests.ranks import RankError, Ranks, alone, free_port, rank_environment
+from trainer.config import Config, require_same
 from trainer.runtime import (
     REFUSED_ENGINES,
     PeerError,
@@ -258,3 +261,35 @@ def test_the_harness_reports_a_failing_rank(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="ValueError: rank 0"):
         two_ranks.run(raises)
     assert json.dumps(two_ranks.run(gathered)[0]) == "[[0, 10], 5]"
+
+
+def differ(processes: Processes, one: dict[str, Any], other: dict[str, Any]) -> str:
+    try:
+        require_same(Config(**(other if processes.rank else one)), processes)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_hosts_with_different_flags_are_told(two_ranks: Ranks) -> None:
+    sentence = "--lr is 0.1 on rank 0, but 0.2 on rank 1: give all hosts the same flags and recipe"
+    assert two_ranks.run(differ, {"lr": 0.1}, {"lr": 0.2}) == [sentence, sentence]
+    assert two_ranks.run(differ, {"output_dir": "a", "cpu_threads": 1}, {"output_dir": "b", "cpu_threads": 2}) == ["", ""]
+
+
+def test_a_process_that_waits_for_others_says_so() -> None:
+    """Nobody else comes: it would wait for half an hour."""
+    code = "import trainer.runtime as runtime; runtime.PATIENCE = 0.2; runtime.join()"
+    port = free_port()
+    environment = {**os.environ, **rank_environment(0, 2, port)}
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stderr is not None
+        line = next(line for line in child.stderr if line.startswith("rank "))
+    finally:
+        child.kill()
+        child.wait()
+    assert (
+        f" waits at 127.0.0.1:{port} for the other processes, 2 in all, for 0 s now: start every host, each with its own --machine_rank"
+        in line
+    )
