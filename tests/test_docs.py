@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -66,79 +66,99 @@ def test_commits_are_checked_by_what_is_installed() -> None:
     assert {"ruff format --check .", "ruff check .", "mypy"} <= set(ci), "and by the same in CI"
 
 
-def sections(page: Path) -> list[str]:
-    """A page's text by its headings, each with what stands under it; without the line that leads to the other language."""
-    text = re.sub(r"\n(\[English\]|English \|).*\n", "\n", page.read_text(encoding="utf-8"), count=1)
-    blocks = re.findall(BLOCK, text, re.DOTALL | re.MULTILINE)
-    for number, block in enumerate(blocks):  # a comment of a block is no heading
-        text = text.replace(block, f"<block {number}>\n", 1)
-    parts = re.split(r"^(?=#{1,6} )", text, flags=re.MULTILINE)
-    for number, block in enumerate(blocks):
-        parts = [part.replace(f"<block {number}>\n", block) for part in parts]
-    return parts
+@dataclass
+class Section:
+    """What stands under a heading."""
+
+    heading: str
+    prose: list[str] = field(default_factory=list)
+    blocks: list[list[str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        return "\n".join(self.prose)
 
 
-BLOCK = r"^```.*?^```\n|^    \S.*?\n"
-CHINESE = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
-
-
-def prose(text: str) -> str:
-    return re.sub(BLOCK, "", text, flags=re.DOTALL | re.MULTILINE)
+def sections(page: Path) -> list[Section]:
+    """A page by its headings, without the line that leads to the other language."""
+    found: list[Section] = []
+    fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+            if fenced:
+                found[-1].blocks.append([line])
+        elif fenced:
+            found[-1].blocks[-1].append(line)
+        elif line.startswith("    "):
+            found[-1].blocks.append([line])
+        elif re.match("#+ ", line):
+            found.append(Section(line))
+        elif not line.endswith(("[简体中文](README.zh-CN.md)", "| 简体中文")):
+            found[-1].prose.append(line)
+    return found
 
 
 def names(text: str) -> list[str]:
-    """The files, folders and flags in it, which no language changes."""
+    """The files, folders and flags in it, which are the same in all languages."""
     return re.findall(r"--\w+|[\w-]+\.[a-z]\w*|[\w-]+/", text, re.ASCII)
 
 
-def code(text: str) -> list[list[list[str]]]:
-    """Blocks of lines; of a comment, and of a line that has Chinese in it or lies indented in a ```text, the names alone."""
-    blocks = []
-    for block in re.findall(BLOCK, text, re.DOTALL | re.MULTILINE):
-        lines = []
-        tree = block.startswith("```text") and "\n  " in block and "  (--output_dir)" in block
-        for line in block.splitlines():
-            words, _, comment = re.sub(r"(^|\s)# ", r"\1\0", line).partition("\0")
-            lines.append(([] if tree else [words.rstrip()]) + names(line if tree else comment))
-        blocks.append([name for line in lines for name in line] if tree else lines)
+def levels(section: Section) -> int:
+    return section.heading.index(" ")
+
+
+def code(section: Section) -> list[list[object]]:
+    """Line by line; of comments, and of the tree of a run's folder, the names alone."""
+    blocks: list[list[object]] = []
+    for block in section.blocks:
+        if block[1:] and block[1].startswith("runs/"):
+            blocks.append([*names("\n".join(block))])
+        else:
+            parts = [re.split(r"(?:^|\s+)# ", line, maxsplit=1) for line in block]
+            blocks.append([(words, *map(names, comment)) for words, *comment in parts])
     return blocks
 
 
-def headings(text: str) -> int:
-    return len(re.findall(r"^#+ ", text, re.MULTILINE)) and len(text.split(" ")[0])
+def markers(section: Section) -> list[str]:
+    return re.findall("<!--.*?-->", section.text())
 
 
-def markers(text: str) -> list[str]:
-    return re.findall(r"<!--.*?-->", text)
+def inline(section: Section) -> list[str]:
+    return sorted(set(re.findall("`[^`\n]+`", section.text())))
 
 
-def inline(text: str) -> list[str]:
-    return sorted(set(re.findall(r"`[^`\n]+`", prose(text))))
+def flags(section: Section) -> list[str]:
+    return sorted(set(re.findall(r"--\w+", " ".join(inline(section)))))
 
 
-def flags(text: str) -> list[str]:
-    return sorted(set(re.findall(r"--\w+", " ".join(inline(text)))))
+def links(section: Section) -> list[str]:
+    return sorted(re.findall(r"\]\(([^)]+)\)", section.text()))
 
 
-def links(text: str) -> list[str]:
-    return sorted(re.findall(r"\]\(([^)]+)\)", prose(text)))
+def figures(text: str) -> list[str]:
+    """Numbers that are not words; those in code and links are compared with these."""
+    text = re.sub(r"`[^`\n]+`|\]\([^)]+\)", "", text)
+    return re.findall(r"(?<![A-Za-z\d_.,-])\d+(?:[.,]\d+)*(?:e-?\d+)?", text)
 
 
-def numbers(text: str) -> list[str]:
-    """In figures, not as words; those in code are compared with it."""
-    text = re.sub(r"`[^`\n]+`|\]\([^)]+\)", "", prose(text))
-    return sorted(re.findall(r"(?<![A-Za-z\d_.,-])\d+(?:[.,]\d+)*(?:e-?\d+)?", text))
+def numbers(section: Section) -> list[str]:
+    return sorted(figures(section.text()))
 
 
-def rows(text: str) -> list[list[list[str]]]:
-    """The numbers of each cell of the tables."""
-    return [[numbers(cell) for cell in line.strip("|").split("|")] for line in prose(text).splitlines() if line.startswith("|")]
+def tables(section: Section) -> list[list[list[str]]]:
+    """The numbers of each cell, in their order."""
+    return [[figures(cell) for cell in line.split("|")] for line in section.prose if line.startswith("|")]
 
 
-@pytest.mark.parametrize("what", [headings, code, markers, inline, flags, links, numbers, rows])
-def test_the_chinese_readme_says_what_the_english_one_says(what: Callable[[str], object]) -> None:
-    """Section by section: whoever changes one of the two is told to change the other."""
+@pytest.mark.parametrize("what", [levels, code, markers, inline, flags, links, numbers, tables])
+def test_the_chinese_readme_says_what_the_english_one_says(what: Callable[[Section], object]) -> None:
+    """Section by section: whoever changes one of the two has to change the other."""
     english, chinese = sections(ROOT / "README.md"), sections(ROOT / "README.zh-CN.md")
     assert len(english) > 15
     for one, other in zip(english, chinese, strict=True):
-        assert what(one) == what(other), f"README.md and README.zh-CN.md differ under {one.splitlines()[0]!r}"
+        assert what(one) == what(other), f"README.md under {one.heading!r} and README.zh-CN.md under {other.heading!r} differ"
+
+
+def test_the_readmes_lead_to_each_other() -> None:
+    assert "\nEnglish | [简体中文](README.zh-CN.md)\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n[English](README.md) | 简体中文\n" in (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
