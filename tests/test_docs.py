@@ -1,7 +1,8 @@
-"""The pages beside the README name what is there."""
+"""The pages beside the README name what is there, and the two READMEs say the same."""
 
 import re
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,101 @@ def test_commits_are_checked_by_what_is_installed() -> None:
     assert {hook["language"] for hook in repository["hooks"]} == {"system"}
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert {"ruff format --check .", "ruff check .", "mypy"} <= set(ci), "and by the same in CI"
+
+
+@dataclass
+class Section:
+    """What stands under a heading."""
+
+    heading: str
+    prose: list[str] = field(default_factory=list)
+    blocks: list[list[str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        return "\n".join(self.prose)
+
+
+def sections(page: Path) -> list[Section]:
+    """A page by its headings, without the line that leads to the other language."""
+    found: list[Section] = []
+    fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+            if fenced:
+                found[-1].blocks.append([line])
+        elif fenced:
+            found[-1].blocks[-1].append(line)
+        elif line.startswith("    "):
+            found[-1].blocks.append([line])
+        elif re.match("#+ ", line):
+            found.append(Section(line))
+        elif not line.endswith(("[简体中文](README.zh-CN.md)", "| 简体中文")):
+            found[-1].prose.append(line)
+    return found
+
+
+def names(text: str) -> list[str]:
+    """The files, folders and flags in it, which are the same in all languages."""
+    return re.findall(r"--\w+|[\w-]+\.[a-z]\w*|[\w-]+/", text, re.ASCII)
+
+
+def levels(section: Section) -> int:
+    return section.heading.index(" ")
+
+
+def code(section: Section) -> list[list[object]]:
+    """Line by line; of comments, and of the tree of a run's folder, the names alone."""
+    blocks: list[list[object]] = []
+    for block in section.blocks:
+        if block[1:] and block[1].startswith("runs/"):
+            blocks.append([*names("\n".join(block))])
+        else:
+            parts = [re.split(r"(?:^|\s+)# ", line, maxsplit=1) for line in block]
+            blocks.append([(words, *map(names, comment)) for words, *comment in parts])
+    return blocks
+
+
+def markers(section: Section) -> list[str]:
+    return re.findall("<!--.*?-->", section.text())
+
+
+def inline(section: Section) -> list[str]:
+    return sorted(set(re.findall("`[^`\n]+`", section.text())))
+
+
+def flags(section: Section) -> list[str]:
+    return sorted(set(re.findall(r"--\w+", " ".join(inline(section)))))
+
+
+def links(section: Section) -> list[str]:
+    return sorted(re.findall(r"\]\(([^)]+)\)", section.text()))
+
+
+def figures(text: str) -> list[str]:
+    """Numbers that are not words; those in code and links are compared with these."""
+    text = re.sub(r"`[^`\n]+`|\]\([^)]+\)", "", text)
+    return re.findall(r"(?<![A-Za-z\d_.,-])\d+(?:[.,]\d+)*(?:e-?\d+)?", text)
+
+
+def numbers(section: Section) -> list[str]:
+    return sorted(figures(section.text()))
+
+
+def tables(section: Section) -> list[list[list[str]]]:
+    """The numbers of each cell, in their order."""
+    return [[figures(cell) for cell in line.split("|")] for line in section.prose if line.startswith("|")]
+
+
+@pytest.mark.parametrize("what", [levels, code, markers, inline, flags, links, numbers, tables])
+def test_the_chinese_readme_says_what_the_english_one_says(what: Callable[[Section], object]) -> None:
+    """Section by section: whoever changes one of the two has to change the other."""
+    english, chinese = sections(ROOT / "README.md"), sections(ROOT / "README.zh-CN.md")
+    assert len(english) > 15
+    for one, other in zip(english, chinese, strict=True):
+        assert what(one) == what(other), f"README.md under {one.heading!r} and README.zh-CN.md under {other.heading!r} differ"
+
+
+def test_the_readmes_lead_to_each_other() -> None:
+    assert "\nEnglish | [简体中文](README.zh-CN.md)\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n[English](README.md) | 简体中文\n" in (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
