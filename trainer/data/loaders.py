@@ -308,7 +308,7 @@ def build_loaders(
     def loader(split: ImageDataset, **batches: Any) -> DataLoader[Batch]:
         return DataLoader(
             split,
-            collate_fn=identity,  # type: ignore[arg-type]
+            collate_fn=identity,
             num_workers=config.num_workers,
             persistent_workers=config.num_workers > 0,
             worker_init_fn=leave_signals_to_trainer,
