@@ -103,6 +103,22 @@ def test_a_bad_image_is_left_out(photos_run: Path, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.splitlines()[0].endswith("samples 5/6 (new, split 'test') bad 1")
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_bad_image_on_one_of_two_ranks_is_one_sentence(photos_run: Path, tmp_path: Path, workers: str) -> None:
+    """The other rank, which waits for its batch, tells no story of its own; and no data worker is waited for."""
+    write_photos(tmp_path / "new", test=2)
+    (tmp_path / "new" / "test" / "rust" / "001.png").write_bytes(b"x")
+    launcher = (*ACCELERATE, "--config_file", CONFIGS / "multi_cpu.yaml")
+    words = (photos_run, "--data_dir", "new", "--eval_batch_size", "3", "--num_workers", workers)
+    with started(*launcher, EVALUATE, *words, cwd=tmp_path, variables={"TMPDIR": str(tmp_path)}) as child:
+        done = finish(child, photos_run)
+    assert "001.png) cannot be read" in done.errors
+    # What follows is the launcher's.
+    assert sum(line.startswith("error") for line in done.errors.splitlines()) == 1, done.errors
+    assert ", in measure" not in done.errors
+    assert not list(tmp_path.glob("evaluate-*"))
+
+
 def test_launched(photos_run: Path) -> None:
     """By a real launcher, in bf16."""
     words = ("run", "--mixed_precision", "bf16", "--json")

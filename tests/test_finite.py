@@ -18,6 +18,7 @@ from trainer.finite import Finding, Finite, Update, first_bad_tensor
 from trainer.hooks.checkpoints import Checkpoints
 from trainer.loop import MAX_SKIPS, fit
 from trainer.models.convnet import ConvNet
+from trainer.pace import Pace
 from trainer.runtime import Processes, RunError
 
 UPDATE = Update(0, 0, 0, 8)
@@ -97,6 +98,21 @@ def test_two_ranks_stop_together(two_ranks: Ranks, ids: Path, tmp_path: Path, wh
     assert problem(checkpoints[0]) is None
     assert "the newest checkpoint, " in text
     assert "step_00000008, is intact; lower --lr or set --max_grad_norm" in text
+
+
+def test_before_ranks_that_agree_seldom_evaluate(two_ranks: Ranks, ids: Path, tmp_path: Path) -> None:
+    """At the end of the first epoch, whose model would be the best so far."""
+    (tmp_path / "run").mkdir()
+    zero, one = two_ranks.run(train_at_leisure, ids, tmp_path / "run")
+    assert zero == one
+    assert zero[0].startswith("the loss is not finite in update 1 of epoch 1: its 8 samples are named in ")
+    assert len(zero[2]["samples"]) == 8
+
+
+def train_at_leisure(processes: Processes, ids: Path, folder: Path) -> tuple[str, int, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "due", lambda pace, processes: False)
+        return train(processes, ids, folder, "loss", {}, bad=-1)
 
 
 def test_accumulation(ids: Path, tmp_path: Path) -> None:

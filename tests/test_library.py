@@ -114,6 +114,15 @@ def test_a_hooks_exception_comes_out_and_a_missing_hook_is_named(tmp_path: Path)
         train(Config(resume_from_checkpoint="auto", **config))
 
 
+def test_two_hooks_with_a_state_of_one_name_are_refused(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"dataset": str(write_ids(tmp_path / "ids")), "output_dir": "run", **KNOBS}
+    log = type("Log", (Counter,), {})()
+    for hooks in ([Counter(), Counter()], [log]):
+        with pytest.raises(UserError, match=f"two hooks that have a state are called {type(hooks[0]).__name__}, and a checkpoint keeps"):
+            train(Config(**config), hooks=hooks)
+    train(Config(**config), hooks=[Press(0), Press(0)])
+
+
 def test_a_fork_of_a_process_that_has_trained_is_refused(tmp_path: Path) -> None:
     """notebook_launcher's processes are forks; OpenMP's threads would be missing there, and waited for."""
     train(parse(["--dataset", str(write_ids(tmp_path / "ids")), "--max_steps", "1", "--cpu_threads", "2"]))

@@ -1,7 +1,9 @@
 """Evaluation of a trained model: `accelerate launch trainer/evaluate.py MODEL [--dataset …]`, under any launcher."""
 
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ FLAGS = (
     "mixed_precision",
     "tf32",
     "cpu_threads",
+    "hang_timeout",
 )
 
 
@@ -122,6 +125,7 @@ def measure(request: Request, processes: Processes) -> None:
     from trainer.inference import preprocessing
     from trainer.loop import evaluate
     from trainer.metrics import named, table
+    from trainer.output import report_end
     from trainer.state import build_evaluation
 
     with processes.together():
@@ -141,9 +145,13 @@ def measure(request: Request, processes: Processes) -> None:
             f"{error} (that is what the model was trained on: name other data by --dataset or --data_dir)", error.agreed
         ) from None
     run = build_evaluation(config, processes, data, accelerator, module, preprocess.normalize)
+    # For the stacks of a hang alone: nothing is written into the model's folder.
+    run.output_dir = processes.broadcast(Path(tempfile.mkdtemp(prefix="evaluate-")) if processes.is_main else Path())
+    report_end(run, exit_file=False)
+    processes.at_last.append(lambda: remove_empty(run.output_dir))
+    run.watch.start(run.output_dir)
     processes.stops.training = True
     evaluate(run, HookList((GatherMetrics(),)))
-    run.close()
     if run.state.interrupted is not None:
         raise RunError(f"{run.state.interrupted} before the evaluation had ended: start it again", agreed=True)
     metrics = run.state.metrics
@@ -159,6 +167,11 @@ def measure(request: Request, processes: Processes) -> None:
             if request.output_json is not None:
                 write_json(Path(request.output_json), figures)
             show(figures, request.json, table(data.classes, metrics["confusion"]))
+
+
+def remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def show(figures: dict[str, Any], as_json: bool, rows: list[str]) -> None:

@@ -78,6 +78,9 @@ def fit(run: Run, hooks: HookList) -> None:
         hooks.on_epoch_start(run)
         train_epoch(run, hooks)
         if not state.interrupted:
+            # Several ranks do not agree at each update (`Pace`): weights that are not finite would be evaluated, and saved.
+            settle(run)
+        if not state.interrupted:
             with run.averaged():
                 evaluate(run, hooks)
         if state.interrupted:

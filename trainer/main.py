@@ -42,7 +42,7 @@ def train(config: Config, processes: Processes, own_hooks: "tuple[Hook, ...]" = 
     from trainer.hooks.gather_metrics import GatherMetrics
     from trainer.hooks.log import Log
     from trainer.hooks.max_time import MaxTime
-    from trainer.hooks.own import build_hooks
+    from trainer.hooks.own import build_hooks, refuse_same_names
     from trainer.hooks.profiler import Profiler
     from trainer.hooks.progress import Progress
     from trainer.hooks.report import Report
@@ -67,6 +67,7 @@ def train(config: Config, processes: Processes, own_hooks: "tuple[Hook, ...]" = 
     with processes.together():
         check_model(config, resumed=checkpoint is not None)
         own_hooks = (*build_hooks(config), *own_hooks)
+        refuse_same_names(own_hooks)
     config, data = fit_batch(config, processes, accelerator, load_data(config, processes))
     run = build_run(config, processes, data, accelerator, resumed=checkpoint is not None)
     track = Track()

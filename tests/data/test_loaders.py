@@ -300,6 +300,17 @@ def test_all_ranks_end_with_the_broken_images_name(two_ranks: Ranks, tmp_path: P
     assert two_ranks.run(refused, few) == ["the train split has 1 images, fewer than the 2 processes: use fewer processes"] * 2
 
 
+def refused_here(processes: Processes, folders: tuple[Path, Path]) -> str:
+    return refused(processes, folders[processes.rank])
+
+
+def test_another_hosts_other_copy_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Of other lengths the ranks would wait for each other at the end of an epoch."""
+    zero, one = two_ranks.run(refused_here, (write_ids(tmp_path / "ids"), write_ids(tmp_path / "more", train=128)))
+    assert "is not the same on all processes (rank 0 has 96 and 16 images, rank 1 128 and 16; " in zero
+    assert one.partition(" is not ")[2] == zero.partition(" is not ")[2]
+
+
 def test_two_ranks_load_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
     zero, one = two_ranks.run(loaded, write_ids(tmp_path / "ids", train=21, test=5), {"global_batch_size": 8})
     assert torch.equal(zero.train.images, one.train.images)

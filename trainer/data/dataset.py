@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +24,8 @@ LEFT_OUT = -100
 # uint8 images (B, C, H, W), int64 class numbers (B,), int64 keys (B,) of the samples (sampler.py); see `ImageDataset.on_bad`.
 Batch = tuple[Tensor, Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
+Array = numpy.ndarray[Any, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,15 +117,16 @@ class ImageDataset(Dataset[Batch]):
             Parts(self),
             batch_size=None,
             num_workers=workers if workers > 1 and len(self) >= MANY else 0,
+            collate_fn=identity,
             worker_init_fn=leave_signals_to_trainer,
         )
         sources, bad = [], []
         parts = iter(loader)
         try:
             for place, (part, source, wrong) in zip(images.split(ROWS), parts, strict=True):
-                place.copy_(part)
-                sources.append(source)
-                bad.append(wrong)
+                place.copy_(torch.from_numpy(part))
+                sources.append(torch.from_numpy(source))
+                bad.append(torch.from_numpy(wrong))
         finally:
             # An error's frames keep the iterator, and with it workers that ignore the signal which Python ends them by.
             if loader.num_workers:
@@ -221,8 +225,11 @@ class ImageDataset(Dataset[Batch]):
         return images, labels, numbers
 
 
-class Parts(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """A split in parts of `ROWS` rows: images, the rows that they are read from, and which could not be read."""
+class Parts(Dataset[tuple[Array, Array, Array]]):
+    """A split in parts of `ROWS` rows: images, the rows that they are read from, and which could not be read.
+
+    As arrays, which come from a worker through a pipe: tensors would come through shared memory, of which a container has 64 MB.
+    """
 
     def __init__(self, split: ImageDataset) -> None:
         self.split = split
@@ -230,12 +237,13 @@ class Parts(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return -(-len(self.split) // ROWS)
 
-    def __getitem__(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, part: int) -> tuple[Array, Array, Array]:
         rows = range(part * ROWS, min((part + 1) * ROWS, len(self.split)))
         images = torch.empty((len(rows), *self.split.shape), dtype=torch.uint8)
-        return images, *self.split._read(rows, images)
+        sources, bad = self.split._read(rows, images)
+        return images.numpy(), sources.numpy(), bad.numpy()
 
 
-def identity(batch: Batch) -> Batch:
+def identity(batch: T) -> T:
     """The collate function: `__getitems__` makes whole batches already."""
     return batch

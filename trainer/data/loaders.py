@@ -102,6 +102,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
                 f"sockets: set TMPDIR to one of {LONGEST_TEMPORARY} characters at most"
             )
     source = find_source(config, processes)
+    refuse_unequal(config, processes, source.classes, source.train_labels, source.test_labels)
     with processes.together():
         plan = plan_batches(config, len(source.train_labels), processes.count)
         if config.augment in PRESETS:
@@ -147,6 +148,7 @@ def load_eval_data(config: Config, processes: Processes, classes: tuple[str, ...
         UserError: the data set is not as it must be, or has a class that the model does not know.
     """
     source = processes.local_main_first(lambda: load_eval_source(config, classes))
+    refuse_unequal(config, processes, classes, source.labels)
     split = ImageDataset(
         f"{source.name} ({source.split})",
         source.rows,
@@ -175,6 +177,24 @@ def find_source(config: Config, processes: Processes) -> Source:
     source = processes.broadcast(found[0])
     assert source is not None
     return source
+
+
+def refuse_unequal(config: Config, processes: Processes, classes: tuple[str, ...], *labels: list[int]) -> None:
+    """Refuse splits that are not the same on all ranks, as another host's copy or a function of one's own can make them. A collective.
+
+    Raises:
+        UserError: naming a rank; the same on all of them.
+    """
+    own = (classes, [(len(split), _digest(torch.tensor(split))) for split in labels])
+    everyone = processes.all_gather(own)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        sizes = (" and ".join(f"{size}" for size, _ in everyone[rank][1]) for rank in (0, other))
+        raise UserError(
+            f"{config.data_flag} is not the same on all processes (rank 0 has {next(sizes)} images, rank {other} {next(sizes)}; their "
+            "labels differ): give all hosts the same files, and let a function of your own draw nothing that is not seeded",
+            agreed=True,
+        )
 
 
 def places(nbytes: int, config: Config, processes: Processes, transform: Transform | None) -> set[str]:
@@ -308,7 +328,7 @@ def build_loaders(
     def loader(split: ImageDataset, **batches: Any) -> DataLoader[Batch]:
         return DataLoader(
             split,
-            collate_fn=identity,  # type: ignore[arg-type]
+            collate_fn=identity,
             num_workers=config.num_workers,
             persistent_workers=config.num_workers > 0,
             worker_init_fn=leave_signals_to_trainer,
