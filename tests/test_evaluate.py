@@ -161,6 +161,13 @@ def without_data(place: Path) -> None:
     (place / "run" / "model" / "config.json").write_text(json.dumps(config))
 
 
+def trained_on_a_function(place: Path) -> None:
+    shutil.copytree(place / "RUN", place / "run")
+    config = json.loads((place / "run" / "model" / "config.json").read_text())
+    config["data"] = {"dataset": "os:abort"}
+    (place / "run" / "model" / "config.json").write_text(json.dumps(config))
+
+
 def two_splits(place: Path) -> None:
     write_photos(place / "set", train=1, training=1)
 
@@ -180,6 +187,11 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     ),
     "data not there": ("RUN", "--data_dir photos: a local data set is a folder, and photos is not there (that is what", lambda place: None),
     "data not recorded": ("run", "the model folder run does not say what it was trained on: name data by --dataset", without_data),
+    "a function recorded": (
+        "run",
+        "the model folder run was trained on os:abort, which is code, and a folder alone has none run: name it too (--dataset os:abort)",
+        trained_on_a_function,
+    ),
     "no such split": (
         "RUN --dataset set --eval_split dev",
         "--eval_split dev: --dataset set has only the splits 'train', 'training'",

@@ -13,6 +13,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainer.config import Config, empty_parser, parse_part
+from trainer.named import NAME
 from trainer.runtime import Processes, RunError, UserError, run_command
 
 # Those that say which data; where one of the first two is given, nothing of what the model was trained on counts.
@@ -104,6 +105,11 @@ def config_for(request: Request, model: dict[str, Any]) -> Config:
         recorded = model.get("data")
         if not isinstance(recorded, dict) or not recorded:
             raise UserError(f"the model folder {request.folder} does not say what it was trained on: name data by --dataset or --data_dir")
+        if NAME.fullmatch(str(recorded.get("dataset"))):
+            raise UserError(
+                f"the model folder {request.folder} was trained on {recorded['dataset']}, which is code, and a folder alone has none run: "
+                f"name it too (--dataset {recorded['dataset']}), or other data"
+            )
         values |= {name: value for name, value in recorded.items() if name not in request.given}
         if "eval_split" in request.given:
             values["val_fraction"] = None
