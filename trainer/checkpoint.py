@@ -215,7 +215,8 @@ def find(config: Config, processes: Processes) -> Checkpoint | None:
 
 def _refuse_stale(config: Config, processes: Processes) -> None:
     """Refuse to go on from rank 0's folder when another host's is ahead of it: without a shared one, rank 0 may be elsewhere now."""
-    paths = listed(Path(config.output_dir or "") / CHECKPOINTS)
+    with processes.together():
+        paths = listed(Path(config.output_dir or "") / CHECKPOINTS)
     newest = processes.all_gather((step_of(paths[-1]) if paths else -1, socket.gethostname()))
     step, host = max(newest, key=lambda place: place[0])
     if step > newest[0][0]:

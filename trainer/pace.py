@@ -6,8 +6,8 @@ from trainer.runtime import Processes
 
 # Calls before the clock is started, and those that it measures.
 WARM_UP, MEASURED = 4, 12
-# Seconds between two agreements, about, and the most calls that go by.
-PAUSE, MOST = 0.05, 32
+# Seconds between two agreements, about, and the most calls that go by: updates that become slow later must not hold up a stop.
+PAUSE, MOST = 0.05, 8
 
 
 class Pace:

@@ -77,8 +77,9 @@ def read_record(folder: Path) -> Record:
     train = [entry for entry in entries if entry.get("event") == "train"]
     evals = [entry for entry in entries if entry.get("event") == "eval"]
     results = _json(folder / "results.json", dict)
-    # After a resume with more epochs they are those of an earlier end.
-    if results is not None and evals and evals[-1]["epoch"] != results["epochs"]:
+    # After a resume that goes further they are those of an earlier end.
+    last = train[-1]["step"] if train else 0
+    if results is not None and (last > results["step"] or (evals and evals[-1]["epoch"] != results["epochs"])):
         results = None
     return Record(
         folder=folder,

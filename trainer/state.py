@@ -303,7 +303,8 @@ def build_run(
         module, converted = synchronise_batchnorm(module, accelerator.device)
     elif config.sync_bn == "on" and processes.control is None:
         raise UserError("--sync_bn on needs more than one process: leave it at auto", agreed=True)
-    if processes.count > 1 and not (synchronise or frozen or config.broadcast_buffers) and batchnorm_layers(module):
+    averaged = config.broadcast_buffers or config.local_sgd_steps is not None
+    if processes.count > 1 and not (synchronise or frozen or averaged) and batchnorm_layers(module):
         raise UserError(
             "--sync_bn off with --broadcast_buffers false gives every rank its own BatchNorm statistics: change one of them", agreed=True
         )

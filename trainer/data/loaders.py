@@ -125,7 +125,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
         for split in kept:
             if cache != "none":
                 # This process's share of the cores; its threads have nothing to do yet.
-                split.decode_all(min(torch.get_num_threads(), cores()) if workers_can_answer() else 1)
+                split.decode_all(min(torch.get_num_threads(), cores()))
             if cache == "device":
                 split.to(processes.state.device)
     mean, std = normalisation(config.normalize, train, processes)

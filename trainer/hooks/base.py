@@ -105,7 +105,9 @@ class HookList:
             ValueError: a state is of no hook, or misses one.
         """
         hooks = {type(hook).__name__: hook for hook in self.hooks}
-        wrong = states.keys() ^ self.state_dict().keys()
+        # A hook that makes its attributes in on_fit_start has no state to ask for yet.
+        missing = {name for name, hook in hooks.items() if name not in states and hook.state_dict()}
+        wrong = {name for name in states if name not in hooks or type(hooks[name]).state_dict is Hook.state_dict} | missing
         if wrong:
             raise ValueError(f"the checkpoint's hooks are not those of this run: {', '.join(sorted(wrong))}")
         for name, state in states.items():

@@ -24,6 +24,8 @@ class Report(Hook):
 
     def on_fit_end(self, run: Run) -> None:
         run.at("report")
+        # The training has ended on all ranks: that the others wait for this one now is no hang, however long it draws.
+        run.watch.close()
         if not run.is_main or not run.config.report:
             return
         try:
