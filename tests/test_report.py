@@ -273,7 +273,7 @@ def test_a_resumed_run_has_one_of_all_of_it_and_the_flag_turns_it_off(tmp_path: 
     main.main([*flags, "--epochs", "1", "--report", "false"])
     assert not (tmp_path / "out" / "report.html").exists()
     main.main([*flags, "--epochs", "2"])
-    assert f"report {tmp_path / 'out' / 'report.html'}\n" in capsys.readouterr().out
+    assert f", report in {tmp_path / 'out' / 'report.html'}\n" in capsys.readouterr().out
     page = page_of(tmp_path / "out")
     assert "2 of 2" in page.words
     assert "12 updates" in page.words

@@ -78,8 +78,8 @@ def read_record(folder: Path) -> Record:
     evals = [entry for entry in entries if entry.get("event") == "eval"]
     results = _json(folder / "results.json", dict)
     # After a resume that goes further they are those of an earlier end.
-    last = train[-1]["step"] if train else 0
-    if results is not None and (last > results["step"] or (evals and evals[-1]["epoch"] != results["epochs"])):
+    last = train[-1].get("step", 0) if train else 0
+    if results is not None and (last > results.get("step", last) or (evals and evals[-1]["epoch"] != results["epochs"])):
         results = None
     return Record(
         folder=folder,

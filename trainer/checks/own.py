@@ -108,6 +108,8 @@ def resumed(run: Run, folder: Path) -> Iterator[dict[str, Tensor]]:
             if not state.stop:
                 state.epoch, state.consumed = state.epoch + 1, 0
         built.close()
+        # Until an evaluation a rank's BatchNorm statistics may be its own, which no checkpoint holds and nothing reads.
+        built.share_statistics()
         parts = {"weights": built.module.state_dict(), "optimizer": checkpoint.optimizer_tensors(built)}
         parts["averages"] = built.ema.averages if built.ema is not None else {}
         parts["generators"] = generator_states(built.accelerator.device)

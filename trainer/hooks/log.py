@@ -189,7 +189,7 @@ class Log(Hook):
         self.print(
             f"done  {state.epoch} epochs, {state.step} updates in {seconds:.1f} s: acc1 {state.metrics['acc1']:.2f}, "
             f"best {best['acc1']:.2f} (epoch {best['epoch']}, picked on the split '{run.data.test_split}'); "
-            f"model in {run.output_dir / 'model'}"
+            f"model in {run.output_dir / 'model'}" + f", report in {run.output_dir / 'report.html'}" * run.config.report
         )
 
     def close(self, code: int, reason: str) -> None:

@@ -1,7 +1,6 @@
 """The report of a training that has come to its end."""
 
 import shutil
-from contextlib import suppress
 
 from PIL import Image
 
@@ -30,16 +29,12 @@ class Report(Hook):
             return
         try:
             save_mistakes(run)
-            path = write_report(run.output_dir)
+            write_report(run.output_dir)
         except Exception as error:
             say(
                 f"the report cannot be made ({' '.join(str(error).split()) or type(error).__name__}), all else of the run is whole: mend "
                 f"that, then `python trainer/report.py {run.output_dir}`"
             )
-            return
-        # Whoever read stdout may have gone.
-        with suppress(OSError):
-            print(f"report {path}", flush=True)
 
 
 def save_mistakes(run: Run) -> None:
