@@ -22,7 +22,7 @@ def measure(way: str, batch_size: int, steps: int) -> float:
     """Median milliseconds of a training step, of this process."""
     sys.path.insert(0, str(ROOT))
     if way in ("threads sleep", "both"):
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = "10000"
     if way in ("memory kept", "both"):
         from trainer.cpu import keep_freed_memory
 

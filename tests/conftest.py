@@ -8,7 +8,7 @@ from pathlib import Path
 # Before datasets is imported, here and in every process that the tests start.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="trainer-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# As in the trainer's commands (trainer/cpu.py): the tests' processes share few cores.
+# Shorter than in the trainer's commands (trainer/cpu.py): the tests' processes share few cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
     os.environ.pop(name, None)
