@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.launching import environment
+from tests.launching import popen
 
 # The process that makes them is part of the names, so that those of a killed one can be told, and removed.
 NAME = re.compile(r"trainer-(\d+)-[ab]")
@@ -72,15 +72,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *apart, *map(str, words)]
 
     def popen(self, *words: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            self.command(*words),
-            cwd=cwd,
-            env=environment(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return popen(*self.command(*words), cwd=cwd, variables=variables)
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,9 @@ def environment(variables: dict[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **(variables or {})}
 
 
-@contextmanager
-def started(*command: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
-    """A running command; it and whatever it started do not outlive a failing test."""
-    child = subprocess.Popen(
+def popen(*command: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+    """A command that runs from now on, and reads nothing."""
+    return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
         env=environment(variables),
@@ -82,6 +81,12 @@ def started(*command: str | Path, cwd: Path, variables: dict[str, str] | None = 
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def started(*command: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
+    """A running command; it and whatever it started do not outlive a failing test."""
+    child = popen(*command, cwd=cwd, variables=variables)
     try:
         yield child
     except BaseException:

@@ -100,7 +100,7 @@ def _use(folder: Path, made: list[Path]) -> Path:
 
 
 def _new(config: Config, made: list[Path]) -> Path:
-    dataset = re.sub(r"[^\w.-]+", "-", config.data_name).strip("-.") or "run"
+    dataset = slug(config.data_name)
     name = f"{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
         folder = Path("runs", name if number == 0 else f"{name}-{number}")
@@ -211,3 +211,8 @@ def report_end(run: Run, exit_file: bool = True) -> None:
     processes.at_exit.insert(0, leave)
     processes.at_failure.append(blame)
     processes.at_last.append(watch.close)
+
+
+def slug(name: str) -> str:
+    """`name` as a folder, and a project of every tracker, can be called."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"

@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.helpers import SIDE, alone_run, ids_image, ids_of, png, write_ids, write_parquet
 from tests.ranks import Ranks, alone
 from trainer.config import Config
-from trainer.data.dataset import LEFT_OUT, Batch, Transform
-from trainer.data.loaders import Data, load_data, plan_batches
+from trainer.data.dataset import LEFT_OUT, Batch, Shape, Transform
+from trainer.data.loaders import Data, load_data, load_eval_data, plan_batches
 from trainer.data.sampler import BatchPlan, EpochSampler
 from trainer.data.transforms import spread
 from trainer.runtime import Processes, UserError
@@ -407,3 +407,6 @@ def test_a_temporary_folder_whose_path_is_too_long_for_workers(tmp_path: Path, m
     with pytest.raises(UserError, match=r"--num_workers 1: .* set TMPDIR to one of 75 characters at most$"):
         batches(folder, None, num_workers=1)
     assert len(batches(folder, None)["test"]) == 2
+    classes = tuple(str(number) for number in range(10))
+    with pytest.raises(UserError, match="--num_workers 1: "):
+        alone(lambda processes: load_eval_data(Config(dataset=str(folder), num_workers=1), processes, classes, Shape("L", (8, 8))))

@@ -95,12 +95,7 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     Raises:
         UserError: the data set, an image, a batch size or the cache is not as it must be.
     """
-    with processes.together():
-        if config.num_workers and not workers_can_answer():
-            raise UserError(
-                f"--num_workers {config.num_workers}: the path of the temporary folder, {tempfile.gettempdir()}, is too long for workers' "
-                f"sockets: set TMPDIR to one of {LONGEST_TEMPORARY} characters at most"
-            )
+    check_workers(config, processes)
     source = find_source(config, processes)
     refuse_unequal(config, processes, source.classes, source.train_labels, source.test_labels)
     with processes.together():
@@ -132,9 +127,18 @@ def load_data(config: Config, processes: Processes, transform: Transform | None 
     return Data(train, test, source.test_split, source.classes, mean, std, plan, source.test_numbers, about)
 
 
-def workers_can_answer() -> bool:
-    """Whether a worker's socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, has a path that the kernel takes; else it waits for ever."""
-    return len(tempfile.gettempdir()) <= LONGEST_TEMPORARY
+def check_workers(config: Config, processes: Processes) -> None:
+    """Refuse data workers whose socket, TEMPORARY/pymp-xxxxxxxx/listener-xxxxxxxx, would have a path that the kernel does not take.
+
+    Raises:
+        UserError: it would be too long; the run would wait for them for ever.
+    """
+    with processes.together():
+        if config.num_workers and len(tempfile.gettempdir()) > LONGEST_TEMPORARY:
+            raise UserError(
+                f"--num_workers {config.num_workers}: the path of the temporary folder, {tempfile.gettempdir()}, is too long for workers' "
+                f"sockets: set TMPDIR to one of {LONGEST_TEMPORARY} characters at most"
+            )
 
 
 def load_eval_data(config: Config, processes: Processes, classes: tuple[str, ...], shape: Shape) -> Data:
@@ -147,6 +151,7 @@ def load_eval_data(config: Config, processes: Processes, classes: tuple[str, ...
     Raises:
         UserError: the data set is not as it must be, or has a class that the model does not know.
     """
+    check_workers(config, processes)
     source = processes.local_main_first(lambda: load_eval_source(config, classes))
     refuse_unequal(config, processes, classes, source.labels)
     split = ImageDataset(

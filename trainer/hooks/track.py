@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from PIL import Image
 
 from trainer.files import write_json
 from trainer.hooks.base import Hook
+from trainer.output import slug
 from trainer.plot import DRAWN, confusion_figure, drawing, png
 from trainer.runtime import EXIT_DONE, EXIT_STOPPED, UserError, say
 from trainer.state import Run
@@ -244,8 +244,3 @@ def last_steps(metrics: Path) -> dict[str, int]:
             entry = json.loads(line)
             steps[entry["event"]] = entry["step"]
     return steps
-
-
-def slug(name: str) -> str:
-    """A name that every tracker takes for a project."""
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
