@@ -34,7 +34,7 @@ class Losses(Hook):
         self.values: list[float] = []
 
     def on_step_end(self, run: Run) -> None:
-        sums = run.accelerator.reduce(torch.stack([run.window.loss, torch.full_like(run.window.loss, run.window.samples)]), "sum")
+        sums = run.accelerator.reduce(torch.stack([run.window.sum_up(), torch.full_like(run.window.loss, run.window.samples)]), "sum")
         self.values.append(float(sums[0] / sums[1]))
         run.window.clear()
 

@@ -98,7 +98,7 @@ def save(run: Run, hooks: dict[str, dict[str, Any]]) -> None:
         RunError: a weight or a buffer is not finite, or the checkpoint before could not be written.
     """
     await_checkpoint(run)
-    window = {"window_loss": run.window.loss.detach().cpu().clone(), "window_samples": torch.tensor(run.window.samples)}
+    window = {"window_loss": run.window.sum_up().cpu().clone(), "window_samples": torch.tensor(run.window.samples)}
     window["window_bad"] = run.window.bad.detach().cpu().clone()
     if run.window.grad_norm is not None:
         window["window_grad_norm"] = run.window.grad_norm.detach().cpu().clone()

@@ -49,6 +49,8 @@ class Finite:
         self.device = device
         self.finding: Finding | None = None
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        # Stays 1 once something is found: only the first finding counts.
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._waiting: deque[tuple[Update, Tensor, bool, Any]] = deque()
 
     def see(self, update: Update, losses: list[Tensor], gradient: list[Tensor], norm: Tensor | None = None) -> None:
@@ -56,7 +58,7 @@ class Finite:
 
         By GradScaler's own operator with a scale of 1, which leaves every number as it is: one pass, one number to read.
         """
-        found = torch.zeros((), dtype=torch.float32, device=self.device)
+        found = self._found
         groups: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*losses, *(gradient if norm is None else [norm])):
             groups.setdefault(tensor.dtype, []).append(tensor)

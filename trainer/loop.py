@@ -113,8 +113,7 @@ def train_epoch(run: Run, hooks: HookList) -> None:
             resume_generators(run)
         update = plan.ends_update(micro)
         losses.append(forward_backward(run, plan, micro, batch, start + micro * plan.micro_batch_size))
-        run.window.loss.add_(losses[-1], alpha=len(batch[1]))
-        run.window.samples += len(batch[1])
+        run.window.add(losses[-1], len(batch[1]))
         if run.config.on_bad_image == "skip":
             run.window.bad += (batch[2] < 0).sum()
         if not update:
@@ -198,8 +197,9 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
         trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
         run.finite.see(made_of, losses, [parameter.grad for parameter in trained if parameter.grad is not None], norm)
         note_finding(run)
+    lr = run.lr
     for group in run.optimizer.param_groups:
-        group["lr"] = run.lr
+        group["lr"] = lr
     # Without a scaler Accelerate's wrapper has nothing to do, and takes its time for it.
     optimizer = run.optimizer if scaler is not None else run.optimizer.optimizer
     optimizer.step()

@@ -32,6 +32,9 @@ from trainer.writer import Writer
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# Losses of micro-batches that wait at most.
+COUNTED = 128
+
 
 @dataclass
 class TrainState:
@@ -94,11 +97,12 @@ class Window:
     """What training measured since the last log line; this rank's, on its device, so that nothing waits for it.
 
     Attributes:
-        loss: sum of the per-image losses.
-        samples: images behind that sum.
+        loss: sum of the per-image losses, float64 (), without those that still wait, see `add`.
+        samples: images behind the whole sum.
         grad_norm: L2 norm of the newest update's gradient before clipping; None without clipping.
         waited: seconds spent waiting for data.
         bad: images that could not be read, int64 ().
+        waiting: mean losses, (), and their numbers of images, that are not yet in the sum.
     """
 
     loss: Tensor
@@ -106,8 +110,24 @@ class Window:
     samples: int = 0
     grad_norm: Tensor | None = None
     waited: float = 0.0
+    waiting: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def add(self, loss: Tensor, images: int) -> None:
+        """Count a micro-batch by its mean loss, (): many at once, which takes a fifth of the time that one takes after each update."""
+        self.samples += images
+        self.waiting.append((loss, images))
+        if len(self.waiting) == COUNTED:
+            self.sum_up()
+
+    def sum_up(self) -> Tensor:
+        """`loss` with all of them, in the order in which they came."""
+        for loss, images in self.waiting:
+            self.loss.add_(loss, alpha=images)
+        self.waiting.clear()
+        return self.loss
 
     def clear(self) -> None:
+        self.waiting.clear()
         self.loss.zero_()
         self.bad.zero_()
         self.samples, self.waited = 0, 0.0
@@ -315,15 +335,17 @@ def build_run(
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader, sampler = build_loaders(data, config, accelerator.device, accelerator.native_amp)
     model, optimizer = accelerator.prepare(module, optimizer)
+    # What is in the CPU's memory is where the model takes it.
+    placed = [accelerator.device.type != "cpu"]
     late_buffers = processes.count > 1 and config.broadcast_buffers and only_batchnorm_buffers(module)
     if late_buffers:
         # It has sent them once. A broadcast at each forward pass lets all ranks wait for rank 0 there, for numbers that none reads.
         getattr(model, "_orig_mod", model).broadcast_buffers = False
     # Our batch sampler has dealt out the short last batch itself; evaluation is filled up, and gather_for_metrics cuts that off.
     accelerator.dataloader_config.even_batches = False
-    train_loader = accelerator.prepare(train_loader)
+    train_loader = accelerator.prepare(train_loader, device_placement=placed)
     accelerator.dataloader_config.even_batches = True
-    eval_loader = accelerator.prepare(eval_loader)
+    eval_loader = accelerator.prepare(eval_loader, device_placement=placed)
     power_sgd = None
     if config.comm_hook == "powersgd" and processes.count > 1:
         # A compiled model holds the wrapper.

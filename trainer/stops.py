@@ -62,7 +62,7 @@ class Stops:
 
     def first_request(self) -> str | None:
         """The most urgent reason that this rank has. Not a collective."""
-        return self._first([reason in self.requests for reason in REASONS])
+        return self._first([reason in self.requests for reason in REASONS]) if self.requests else None
 
     def join(self, group: Any) -> None:
         """Agree over `group`, a gloo group for this alone: its collectives run while the main thread is in other ones."""

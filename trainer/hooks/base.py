@@ -54,6 +54,8 @@ class HookList:
 
     def __init__(self, hooks: tuple[Hook, ...]) -> None:
         self.hooks = hooks
+        # Only these are called at each update.
+        self._steps = [hook for hook in hooks if getattr(hook.on_step_end, "__func__", None) is not Hook.on_step_end]
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.hooks)
@@ -67,7 +69,7 @@ class HookList:
             hook.on_epoch_start(run)
 
     def on_step_end(self, run: Run) -> None:
-        for hook in self.hooks:
+        for hook in self._steps:
             hook.on_step_end(run)
 
     def on_eval_start(self, run: Run) -> None:

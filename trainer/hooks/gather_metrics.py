@@ -26,9 +26,8 @@ class GatherMetrics(Hook):
         losses = F.nll_loss(likelihood, labels, reduction="none")
         top = logits.topk(min(5, logits.shape[1])).indices
         in_top5 = (top == labels[:, None]).any(1)
-        # One table, so that a batch takes one collective. float64 holds whole numbers up to 2^53.
-        columns = (labels, top[:, 0], in_top5, losses, likelihood.gather(1, top[:, :1])[:, 0], keys)
-        table = torch.stack([column.double() for column in columns], dim=1)
+        # One table, so that a batch takes one collective; of float64, since one column is, which holds whole numbers up to 2^53.
+        table = torch.stack((labels, top[:, 0], in_top5, losses.double(), likelihood.amax(1), keys), dim=1)
         self.totals.add(run.accelerator.gather_for_metrics(table))
 
     def on_eval_end(self, run: Run) -> None:

@@ -91,7 +91,8 @@ class Log(Hook):
         """One training line. A collective: every rank calls it at the same step."""
         run.at("log")
         state, window = run.state, run.window
-        sums = torch.stack([window.loss, torch.full_like(window.loss, window.samples), window.bad.double()])
+        total = window.sum_up()
+        sums = torch.stack([total, torch.full_like(total, window.samples), window.bad.double()])
         loss, samples, bad = run.accelerator.reduce(sums, "sum").tolist()
         state.bad_images += round(bad)
         # All ranks know it now: what one of them has in its window, after a resume on more processes, the others need not have.

@@ -7,10 +7,11 @@ statistics work, and can be tested, on two gloo processes. On CUDA torch's own i
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.shared_gather import all_gather
 
 
 class _Normalize(torch.autograd.Function):
@@ -32,9 +33,7 @@ class _Normalize(torch.autograd.Function):
         correction = centred.mean(dims)
         mean = mean + correction
         squares = centred.square_().sum(dims) - count * correction.square()
-        gathered = mean.new_empty(dist.get_world_size(group), 3, channels)
-        dist.all_gather(list(gathered), torch.stack([count, mean, squares]), group=group)
-        counts, means, moments = gathered.unbind(1)
+        counts, means, moments = all_gather(torch.stack([count, mean, squares]), group).unbind(1)
         total = counts.sum(0)
         mean = (means * counts).sum(0) / total
         moment = moments.sum(0) + (counts * (means - mean) ** 2).sum(0)
@@ -52,11 +51,8 @@ class _Normalize(torch.autograd.Function):
         centred, wide = x - mean.view(shape), grad.to(weight.dtype)
         grad_bias = wide.sum(dims)
         grad_weight = (wide * centred).sum(dims) * inverse_std
-        sums = torch.stack([grad_bias, grad_weight])
         # Not all_reduce, which takes gloo two trips instead of one.
-        gathered = sums.new_empty(dist.get_world_size(ctx.group), *sums.shape)
-        dist.all_gather(list(gathered), sums, group=ctx.group)
-        mean_grad, mean_grad_normalized = gathered.sum(0) / total
+        mean_grad, mean_grad_normalized = all_gather(torch.stack([grad_bias, grad_weight]), ctx.group).sum(0) / total
         scale = weight * inverse_std
         # scale x (grad - mean_grad - normalised x mean_grad_normalized), in two passes.
         constant, slope = -scale * mean_grad, -scale * inverse_std * mean_grad_normalized
