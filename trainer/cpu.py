@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from typing import Any
 
 # Of glibc's mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -24,10 +25,22 @@ def prepare_process() -> None:
 
 def keep_freed_memory() -> None:
     """glibc returns each large block to the kernel, which then clears it again, page by page, for the next batch's activations."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = _of_libc("mallopt")
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST)
         mallopt(M_TRIM_THRESHOLD, LARGEST)
+
+
+def return_freed_memory() -> None:
+    """Give the kernel what glibc has kept: after a training the data and the activations, which whatever comes next does not need."""
+    malloc_trim = _of_libc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _of_libc(name: str) -> Any:
+    """A function of glibc; None on another system, or with another library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def cores() -> int:

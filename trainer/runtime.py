@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trainer.cpu import prepare_process
+from trainer.cpu import prepare_process, return_freed_memory
 from trainer.stops import Interrupted, Stops, leave_marker, restarted, stopped_before
 
 if TYPE_CHECKING:
@@ -594,6 +594,7 @@ def end(processes: Processes, code: int = EXIT_DONE, reason: str = "done") -> No
         for close in processes.at_last:
             close()
         processes.at_last.clear()
+        return_freed_memory()
 
 
 def leave_group(processes: Processes) -> None:
@@ -605,8 +606,11 @@ def leave_group(processes: Processes) -> None:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
+    from trainer import shared_gather
+
     processes.control = None
     processes.stops.leave()
+    shared_gather.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -105,7 +105,11 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
             _opened[group] = _open(group)
         shared = _opened[group]
         if shared is not None:
-            with torch.profiler.record_function("shared_gather: all_gather") if torch.autograd._profiler_enabled() else nullcontext():
+            with (
+                torch.profiler.record_function("shared_gather: all_gather")
+                if torch.autograd.profiler._is_profiler_enabled
+                else nullcontext()
+            ):
                 return shared.all_gather(tensor)
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather(list(gathered), tensor, group=group)
@@ -121,7 +125,7 @@ def close() -> None:
 
 
 def _open(group: Any) -> SharedGather | None:
-    """Memory without a name in any file system, which rank 0's process holds open until all have it; None where not all can. A collective."""
+    """Memory that is in no file system: rank 0's process holds it open until all have it. None where not all can have it. A collective."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     if count == 1:
         return None

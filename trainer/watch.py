@@ -62,7 +62,9 @@ EACH_RANK_A_LINE = 8
 ROOT = Path(__file__).resolve().parent
 LIBRARY = sysconfig.get_paths()["stdlib"]
 # Innermost frames of a thread that waits for other ranks, or for the device that waits for them.
-WAITING = re.compile(r"/torch/(distributed|nn/parallel)/|/torch/autograd/graph\.py:_engine_run_backward|/torch/cuda/.*:synchronize$")
+WAITING = re.compile(
+    r"/torch/(distributed|nn/parallel)/|/torch/autograd/graph\.py:_engine_run_backward|/torch/cuda/.*:synchronize$|/trainer/shared_gather\.py:"
+)
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection closed by peer|connection reset by peer|broken pipe", re.IGNORECASE)
 
 

@@ -10,7 +10,7 @@ from trainer.data.row_groups import StreamedRows
 from trainer.runtime import Processes
 
 # Images that mean and deviation are measured of, at most; and bytes of them at once.
-MEASURED, CHUNK_BYTES = 5000, 1 << 22
+MEASURED, CHUNK_BYTES = 5000, 1 << 18
 # Of ImageNet's training images, as torchvision's ImageClassification preset has them: red, green, blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
