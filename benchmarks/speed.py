@@ -20,7 +20,8 @@ startup     from process start to the end of the first update, beside a Python t
 accuracy    `--config mnist` to 99 % of the test images.
 two         2 processes x 1 thread, with and without SyncBN, against 1 process x 2 threads.
 growth      5,000, 60,000 and 600,000 images in memory.
-overhead    what an update takes beyond forward, backward and optimizer: overhead.py.
+overhead    ours and the limit, an epoch of each in turn in one process, and what an update takes beyond forward, backward and optimizer:
+            overhead.py. The ratio to the limit comes from here: on a small machine two processes of the same kind differ by a third.
 """
 
 import argparse
@@ -97,9 +98,11 @@ class Round:
 
     def overhead(self) -> None:
         file, script = self.runner.work / "overhead.json", Path(__file__).with_name("overhead.py")
-        rounds = "1" if self.quick else "4"
-        self.runner.execute([str(self.runner.python), str(script), "--rounds", rounds, "--result", str(file), *OPTIMIZER])
-        self.results.add("overhead", self.number, "ours", json.loads(file.read_text(encoding="utf-8")))
+        rounds, data = ("1", []) if self.quick else ("3", ["--dataset", str(self.runner.data)])
+        for name, precision in (("ours", "no"), ("ours_bf16", "bf16")):
+            command = [str(self.runner.python), str(script), "--rounds", rounds, "--result", str(file), "--mixed_precision", precision]
+            self.runner.execute([*command, *data, *OPTIMIZER])
+            self.results.add("overhead", self.number, name, json.loads(file.read_text(encoding="utf-8")))
 
 
 PARTS: dict[str, Callable[[Round], None]] = {

@@ -56,7 +56,7 @@ def test_ratios_are_taken_within_a_round(tmp_path: Path) -> None:
     assert results.ratio("throughput", "ours", "tutorial", report.SPEED) == 2.0
     rows = {target.what: target.row(results) for target in report.TARGETS}
     assert rows["images/s, batch 32, fp32: ours / tutorials' loop"].endswith("| ≥ 1.25 | 2.00 | reached |")
-    assert rows["images/s, batch 32, fp32: ours / limit"].endswith("|  | not measured |")
+    assert rows["batch 32, fp32: ours / limit, in one process"].endswith("|  | not measured |")
 
 
 @pytest.mark.parametrize(("accuracy", "end"), [(98.9, "| not reached | **not** |"), (99.0, "| 1.00 | reached |")])
@@ -157,10 +157,15 @@ def test_the_parts_of_an_update_add_up_to_it(tmp_path: Path) -> None:
     ]
     out = subprocess.run([*command, "--mixed_precision", "bf16"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     found = json.loads(file.read_text(encoding="utf-8"))
-    parts = {part: figures[0] for part, figures in found["parts"].items()}
-    assert len(parts) == 8
+    parts, bare = found["ours"][0], found["bare"][0]
+    assert len(parts) == len(bare) == 8
     assert min(parts.values()) > 0, parts
-    ours = sum(parts[part] for part in ("normalisation", "waiting for data", "hooks, log, metrics, wrappers"))
-    assert found["beyond_percent"] == pytest.approx(100 * ours / sum(parts.values()))
+    assert [part for part, spent in bare.items() if not spent] == ["normalisation"]
+    whole, rest = sum(parts.values()), "hooks, log, metrics, wrappers"
+    ours = sum(parts[part] for part in ("normalisation", "waiting for data", rest))
+    assert found["beyond_percent"] == pytest.approx(100 * ours / whole)
+    assert found["own_percent"] == pytest.approx(100 * (parts[rest] - bare[rest]) / whole)
+    assert found["limit_ratio"] == pytest.approx(sum(bare.values()) / whole)
+    assert found["evaluation_ratio"] == pytest.approx(found["forward"][0] / found["evaluation"][0])
     assert 0 < found["clocks_us"] < 10
     assert out.count("\n| ") == 8

@@ -61,7 +61,7 @@ class DataConfig:
     """where the batch does not fit into memory, take smaller ones, the same on all ranks, and more --gradient_accumulation_steps, so that
     an update has the same images"""
     eval_batch_size: int | None = None
-    """images a process evaluates at once; unset: 125; of images up to 64 x 64 pixels 250, with fp16 or bf16 500"""
+    """images a process evaluates at once; unset: 125; of images up to 32 x 32 pixels 250, with fp16 or bf16 1000"""
     normalize: Literal["dataset", "none", "imagenet"] = "dataset"
     """pixels: 'dataset' subtracts the train split's mean and divides by its standard deviation, of at most 5,000 images spread over it,
     'imagenet' does so with ImageNet's, which published weights expect, 'none' only scales to 0..1"""

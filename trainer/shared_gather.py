@@ -100,7 +100,9 @@ def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     Through shared memory where they are on the CPU, few, and those of processes of one host; else as the group's backend does it.
     """
     group = group if group is not None else dist.group.WORLD
-    if tensor.device.type == "cpu" and tensor.element_size() % 4 == 0 and tensor.nbytes <= 4 * CAPACITY:
+    small = tensor.element_size() % 4 == 0 and tensor.nbytes <= 4 * CAPACITY
+    # torch.compile knows the backend's collectives, and nothing of this memory.
+    if small and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
         if group not in _opened:
             _opened[group] = _open(group)
         shared = _opened[group]

@@ -383,10 +383,10 @@ def test_the_evaluation_batch_is_at_most_a_ranks_share(two_ranks: Ranks, tmp_pat
 
 @pytest.mark.parametrize(
     ("side", "knobs", "size"),
-    [(64, {}, 250), (64, {"mixed_precision": "bf16"}, 500), (65, {"mixed_precision": "bf16"}, 125), (65, {"eval_batch_size": 7}, 7)],
+    [(32, {}, 250), (32, {"mixed_precision": "bf16"}, 1000), (33, {"mixed_precision": "bf16"}, 125), (33, {"eval_batch_size": 7}, 7)],
 )
 def test_images_evaluated_at_once(tmp_path: Path, side: int, knobs: dict[str, Any], size: int) -> None:
-    folder = write_ids(tmp_path / "ids", train=10, test=510)
+    folder = write_ids(tmp_path / "ids", train=10, test=1010)
     with alone_run(folder, image_size=str(side), cache="none", normalize="none", **knobs) as run:
         _, labels, _ = next(iter(run.eval_loader))
         assert len(labels) == size

@@ -35,7 +35,7 @@ LOOKED_AT = 64
 # 107 characters, unix(7), less the 32 that Python adds.
 LONGEST_TEMPORARY = 75
 # Pixels of an image, at most.
-SMALL_IMAGE = 64 * 64
+SMALL_IMAGE = 32 * 32
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def eval_batch_size(config: Config, data: Data, autocast: bool) -> int:
     if config.eval_batch_size is not None:
         return config.eval_batch_size
     _, height, width = data.test.shape
-    return 125 if height * width > SMALL_IMAGE else 500 if autocast else 250
+    return 125 if height * width > SMALL_IMAGE else 1000 if autocast else 250
 
 
 def build_loaders(

@@ -27,16 +27,15 @@ class _Normalize(torch.autograd.Function):
         dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         channels = x.shape[1]
         # Corrected two passes (Chan, Golub, LeVeque 1983): as exact as var_mean, which takes ten times as long on a CPU.
-        mean = x.mean(dims, dtype=weight.dtype)
-        count = mean.new_full((channels,), x.numel() / channels)
+        mean, count = x.mean(dims, dtype=weight.dtype), x.numel() / channels
         centred = x - mean.view(shape)
         correction = centred.mean(dims)
-        mean = mean + correction
-        squares = centred.square_().sum(dims) - count * correction.square()
-        counts, means, moments = all_gather(torch.stack([count, mean, squares]), group).unbind(1)
+        squares = torch.addcmul(centred.square_().sum(dims), correction, correction, value=-count)
+        own = torch.stack([torch.full_like(mean, count), mean.add_(correction), squares])
+        counts, means, moments = all_gather(own, group).unbind(1)
         total = counts.sum(0)
-        mean = (means * counts).sum(0) / total
-        moment = moments.sum(0) + (counts * (means - mean) ** 2).sum(0)
+        mean = (means * counts).sum(0).div_(total)
+        moment = torch.addcmul(moments, counts, (means - mean).square_()).sum(0)
         variance = moment / total
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total)
         ctx.group = group
