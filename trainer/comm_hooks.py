@@ -1,4 +1,4 @@
-"""Gradients that take fewer bytes between the processes: `--comm_hook`.
+"""How gradients go from process to process: small ones through shared memory, and with `--comm_hook` in fewer bytes.
 
 fp16 and bf16 are torch's hooks, which Accelerate registers: each rank's gradient is rounded and divided by their number, the sum is made in
 that type. PowerSGD (Vogels et al. 2019) is here: torch's keeps its memories by DDP's buckets, which each process forms anew after its first
@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from trainer.config import Config
 from trainer.runtime import UserError
 from trainer.seeding import derive_seed
+from trainer.shared_gather import CAPACITY, memory_for
 
 ACCELERATES = {"fp16": DDPCommunicationHookType.FP16, "bf16": DDPCommunicationHookType.BF16}
 ERROR, FACTOR = "powersgd_error/", "powersgd_factor/"
@@ -36,6 +37,30 @@ def accelerates_hook(config: Config, device: torch.device, scaler: bool) -> DDPC
             "and change of its scale: use --mixed_precision bf16 or no, or another hook"
         )
     return ACCELERATES.get(config.comm_hook, DDPCommunicationHookType.NO)
+
+
+def share_gradients(ddp: Any) -> bool:
+    """Let small buckets of gradients of a DistributedDataParallel model go through shared memory; whether they do. A collective.
+
+    Not on GPUs, and not between hosts. The sums are those of DDP's own all_reduce, on two ranks to the bit.
+    """
+    if memory_for(torch.zeros(1, device=next(ddp.parameters()).device)) is None:
+        return False
+    ddp.register_comm_hook(None, reduce_in_memory)
+    return True
+
+
+def reduce_in_memory(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The mean of the ranks' gradients in `bucket`; a large bucket's as DDP would do it. DDP looks at these annotations."""
+    buffer = bucket.buffer()
+    memory = memory_for(buffer)
+    if memory is None:
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    # A product, as in DDP: a quotient can have another last bit.
+    torch.sum(memory.all_gather(buffer.mul_(1 / dist.get_world_size())), 0, out=buffer)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 class PowerSgd:
@@ -153,15 +178,19 @@ def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return done
 
 
-def describe_communication(config: Config, processes: int) -> str | None:
-    """What differs from the mean of gradients, for the block before training; None when nothing does."""
+def describe_communication(config: Config, processes: int, shared: bool = False) -> str | None:
+    """How gradients are exchanged, for the block before training; None where DDP does all of it.
+
+    Args:
+        shared: small gradients go through shared memory.
+    """
     if config.local_sgd_steps is not None:
         if processes == 1:
             return f"--local_sgd_steps {config.local_sgd_steps} has no effect on one process"
         talks = "; SyncBatchNorm still talks in each forward pass" if config.sync_bn == "on" else ""
         return f"local SGD: weights, statistics and optimizer states are averaged every {config.local_sgd_steps} updates{talks}"
     if config.comm_hook == "none":
-        return None
+        return f"small gradients, up to {4 * CAPACITY // 1024} KB, through shared memory" if shared else None
     if processes == 1:
         return f"--comm_hook {config.comm_hook} has no effect on one process"
     if config.comm_hook == "powersgd":

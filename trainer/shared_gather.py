@@ -1,7 +1,8 @@
-"""all_gather of a few numbers between the processes of one host, through memory that they share.
+"""all_gather of small tensors between the processes of one host, through memory that they share.
 
-gloo hands each message through four threads, which have to be woken one after the other; for the statistics of a small model's
-SyncBatchNorm that takes as long as the layer's arithmetic. Here a process writes its numbers where the others read them.
+gloo hands each message through four threads, which have to be woken one after the other; the statistics of a small model's SyncBatchNorm
+and its gradients take it a third of an update. Here a process writes its numbers where the others read them. benchmarks/speed.py measures
+it (`two`); above some 100,000 numbers gloo is faster, since here each takes twice its bytes.
 
 The protocol is NCCL's LL: each 4 bytes of data are written together with the number of the exchange, as one aligned word of 8 bytes, which
 no 64-bit machine tears. A reader that finds the number in every word has all the data: nothing rests on the order of writes.
@@ -11,7 +12,7 @@ import mmap
 import os
 import secrets
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-# Words of 8 bytes that each process may write at once: three statistics of 5,461 channels.
-CAPACITY = 1 << 14
+# Words of 8 bytes that each process may write at once: 256 KB of data.
+CAPACITY = 1 << 16
 # Words of each process before the data: a name of the memory (rank 0's), and whether the process has left.
 HEADER = 2
 # Seconds of looking without pause, which is as long as updates of small models differ; of a pause after them; between looks at the others.
@@ -55,6 +56,12 @@ class SharedGather:
         Raises:
             RuntimeError: a process has left the group, or ended, or does not come.
         """
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function("shared_gather: all_gather"):
+                return self._all_gather(tensor)
+        return self._all_gather(tensor)
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
         self._number = self._number % NUMBERS + 1
         values = tensor.contiguous().numpy().reshape(-1).view(np.int32)
         own = np.empty((len(values), 2), np.int32)
@@ -94,25 +101,28 @@ class SharedGather:
 _opened: WeakKeyDictionary[Any, SharedGather | None] = WeakKeyDictionary()
 
 
+def memory_for(tensor: Tensor, group: Any = None) -> SharedGather | None:
+    """What such a tensor can go through: None where it is large or not on the CPU, or the group's processes are not on one host.
+
+    A collective, as all that follows from it: tensors of one shape and dtype on all ranks. None is the default group.
+    """
+    # torch.compile knows the backend's collectives, and nothing of this memory.
+    if tensor.device.type != "cpu" or tensor.element_size() % 4 or tensor.nbytes > 4 * CAPACITY or torch.compiler.is_compiling():
+        return None
+    group = group if group is not None else dist.group.WORLD
+    if group not in _opened:
+        _opened[group] = _open(group)
+    return _opened[group]
+
+
 def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
     """(ranks, ...): the tensors (...), of one shape and dtype, of the group's ranks; None is the default group. A collective.
 
-    Through shared memory where they are on the CPU, few, and those of processes of one host; else as the group's backend does it.
+    Through shared memory where that is possible (`memory_for`), else as the group's backend does it.
     """
-    group = group if group is not None else dist.group.WORLD
-    small = tensor.element_size() % 4 == 0 and tensor.nbytes <= 4 * CAPACITY
-    # torch.compile knows the backend's collectives, and nothing of this memory.
-    if small and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        if group not in _opened:
-            _opened[group] = _open(group)
-        shared = _opened[group]
-        if shared is not None:
-            with (
-                torch.profiler.record_function("shared_gather: all_gather")
-                if torch.autograd.profiler._is_profiler_enabled
-                else nullcontext()
-            ):
-                return shared.all_gather(tensor)
+    memory = memory_for(tensor, group)
+    if memory is not None:
+        return memory.all_gather(tensor)
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather(list(gathered), tensor, group=group)
     return gathered

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from trainer.accelerator import memory_format
-from trainer.comm_hooks import PowerSgd
+from trainer.comm_hooks import PowerSgd, share_gradients
 from trainer.config import Config
 from trainer.data.augment import Augment
 from trainer.data.loaders import Data, build_loaders
@@ -157,6 +157,7 @@ class Run:
         ema: the averaged weights; None without `--ema_decay`.
         pace: how often all ranks agree whether to go on.
         power_sgd: None without `--comm_hook powersgd`, and on one process.
+        shared_gradients: small gradients go through shared memory.
         weights: where the model's weights came from.
     """
 
@@ -194,6 +195,7 @@ class Run:
     ema: Ema | None = None
     pace: Pace = field(default_factory=Pace)
     power_sgd: PowerSgd | None = None
+    shared_gradients: bool = False
     weights: str = "random"
 
     @property
@@ -346,11 +348,13 @@ def build_run(
     train_loader = accelerator.prepare(train_loader, device_placement=placed)
     accelerator.dataloader_config.even_batches = True
     eval_loader = accelerator.prepare(eval_loader, device_placement=placed)
-    power_sgd = None
+    power_sgd, shared_gradients = None, False
+    # A compiled model holds the wrapper.
+    wrapper = getattr(model, "_orig_mod", model)
     if config.comm_hook == "powersgd" and processes.count > 1:
-        # A compiled model holds the wrapper.
-        wrapper = getattr(model, "_orig_mod", model)
         power_sgd = PowerSgd(wrapper, module, config.powersgd_rank, config.powersgd_start, config.seed)
+    elif config.comm_hook == "none" and processes.count > 1 and config.local_sgd_steps is None:
+        shared_gradients = share_gradients(wrapper)
     planned = config.epochs * data.plan.updates
     total = planned_steps(config, planned)
     return Run(
@@ -381,5 +385,6 @@ def build_run(
         # Only now are all ranks' weights rank 0's.
         ema=Ema(module, config.ema_decay) if config.ema_decay is not None else None,
         power_sgd=power_sgd,
+        shared_gradients=shared_gradients,
         weights=weights,
     )

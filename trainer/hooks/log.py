@@ -291,7 +291,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     plugin = accelerator.state.dynamo_plugin
     dynamo = plugin.backend.value.lower()
     shape = " x ".join(map(str, run.data.train.shape))
-    comm = describe_communication(config, run.processes.count)
+    comm = describe_communication(config, run.processes.count, run.shared_gradients)
     rows = [
         ("device", name),
         ("processes", processes),
