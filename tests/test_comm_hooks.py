@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import largest_difference, make_run, tensors, write_ids
+from tests.helpers import largest_difference, make_run, needed_hooks, tensors, write_ids
 from tests.ranks import Ranks, alone
 from tests.sessions import Session, StopAt, assert_equal, session
+from trainer import comm_hooks
 from trainer.accelerator import build_accelerator
 from trainer.comm_hooks import PowerSgd, describe_communication
 from trainer.config import Config
 from trainer.hooks.log import describe
+from trainer.loop import fit
 from trainer.runtime import Processes, UserError
+from trainer.shared_gather import memory_for
 from trainer.state import Run
 
 # A convolution's matrix has the columns that memory has: with the channels last in another order.
@@ -58,12 +61,53 @@ def plain_mean(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(("hook", "dtype"), [("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_are_the_mean_of_the_rounded_ones(two_ranks: Ranks, ids: Path, hook: str, dtype: torch.dtype) -> None:
     one, other = two_ranks.run(gradients, ids, hook)
-    assert one["row"] == (None if hook == "none" else f"{hook}: gradients are rounded to it, and summed in it")
+    through_memory = "small gradients, up to 256 KB, through shared memory"
+    assert one["row"] == (through_memory if hook == "none" else f"{hook}: gradients are rounded to it, and summed in it")
     for (own, mean), (others, means) in zip(one["passes"], other["passes"], strict=True):
         for name in own:
             assert torch.equal(mean[name], means[name])
             assert torch.equal(mean[name], plain_mean(own[name], others[name], dtype)), name
             assert not torch.equal(own[name], others[name]) or not own[name].any()
+
+
+def wide() -> nn.Module:
+    """Whose gradients are in two buckets, the first of them, which DDP closes at 1 MiB, too large for the memory."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 4000), nn.ReLU(), nn.Linear(4000, 10))
+
+
+def three_updates(processes: Processes, ids: Path, large: bool, shared: bool) -> tuple[dict[str, Tensor], list[bool]]:
+    """The weights after three updates, and of each bucket whether it went through the memory."""
+    found: list[bool] = []
+
+    def noted(tensor: Tensor, group: Any = None) -> Any:
+        memory = memory_for(tensor, group) if shared else None
+        found.append(memory is not None)
+        return memory
+
+    setattr(comm_hooks, "memory_for", noted)  # noqa: B010
+    try:
+        torch.manual_seed(0)
+        run = make_run(processes, ids, wide() if large else None, max_steps=3, **KNOBS)
+        assert run.shared_gradients == shared
+        del found[:]
+        fit(run, needed_hooks())
+        return tensors(run.module), found
+    finally:
+        setattr(comm_hooks, "memory_for", memory_for)  # noqa: B010
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_memory_brings_what_ddp_would(two_ranks: Ranks, three_ranks: Ranks, ids: Path, large: bool) -> None:
+    for ranks, count in ((two_ranks, 2), (three_ranks, 3)):
+        through = ranks.run(three_updates, ids, large, True)
+        plain = ranks.run(three_updates, ids, large, False)
+        assert set(through[0][1]) == ({False, True} if large else {True})
+        assert plain[0][1] == [], "DDP's own has no hook"
+        for rank in range(count):
+            for name, tensor in through[rank][0].items():
+                assert torch.equal(tensor, through[0][0][name])
+                # Three numbers have a sum for each order of adding them.
+                torch.testing.assert_close(tensor, plain[rank][0][name], rtol=0 if count == 2 else 1e-5, atol=0 if count == 2 else 1e-6)
 
 
 def thin(matrices: list[Tensor], factor: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from tests.helpers import ROOT
 from tests.ranks import Ranks, free_port
 from trainer import shared_gather
 from trainer.runtime import Processes
-from trainer.shared_gather import CAPACITY, HEADER, NUMBERS, SharedGather, all_gather
+from trainer.shared_gather import CAPACITY, NUMBERS, SharedGather, all_gather, nbytes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory without a name")
 
@@ -114,7 +114,7 @@ def test_a_group_of_one(two_ranks: Ranks) -> None:
 
 def pair() -> tuple[SharedGather, SharedGather]:
     """Two ranks' ends, in this process."""
-    memory = mmap.mmap(-1, 8 * 2 * (HEADER + 2 * CAPACITY))
+    memory = mmap.mmap(-1, nbytes(2))
     return SharedGather(memory, 0, [psutil.Process()]), SharedGather(memory, 1, [psutil.Process()])
 
 
@@ -138,13 +138,22 @@ def test_half_of_the_data_is_waited_for() -> None:
     values = torch.arange(1.0, 9.0)
     thread, results = started(lambda: one.all_gather(values))
     sent = torch.arange(8.0).neg()
-    for place in (7, 0, 3, 1, 2, 6, 5, 4):
+    words = [8, *sent.numpy().view(np.int32)]
+    for place in (8, 0, 3, 1, 2, 6, 7, 5, 4):
         time.sleep(0.02)
         assert not results
-        word = np.array([[sent.numpy().view(np.int32)[place], 1]], np.int32)
-        other._halves[1, 1, place] = word.view(np.int64)[0, 0]
+        other._halves[1, 1, place] = np.array([[words[place], 1]], np.int32).view(np.int64)[0, 0]
     thread.join()
     assert torch.equal(torch.as_tensor(results[0]), torch.stack([values, sent]))
+
+
+def test_ranks_that_do_not_do_the_same_are_told() -> None:
+    one, other = pair()
+    thread, results = started(lambda: one.all_gather(torch.ones(3)))
+    with pytest.raises(RuntimeError, match=r"the ranks bring \[3, 4\] words"):
+        other.all_gather(torch.ones(2, dtype=torch.float64))
+    thread.join()
+    assert str(results[0]) == "shared_gather: the ranks bring [3, 4] words: they do not do the same"
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:

@@ -47,14 +47,15 @@ class SharedGather:
         count = len(others) + 1
         words = np.frombuffer(memory, np.int64)
         self._left = words[1 : HEADER * count : HEADER]
-        self._halves = words[HEADER * count :].reshape(2, count, CAPACITY)
+        # Before the data of each exchange stands how many words they are.
+        self._halves = words[HEADER * count :].reshape(2, count, 1 + CAPACITY)
         self._rank, self._others, self._number = rank, others, 0
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(ranks, ...): the CPU tensors (...), of one shape and dtype, of all ranks. A collective.
 
         Raises:
-            RuntimeError: a process has left the group, or ended, or does not come.
+            RuntimeError: a process has left the group, or ended, or does not come, or comes with another number of bytes.
         """
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function("shared_gather: all_gather"):
@@ -63,17 +64,22 @@ class SharedGather:
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
         self._number = self._number % NUMBERS + 1
-        values = tensor.contiguous().numpy().reshape(-1).view(np.int32)
-        own = np.empty((len(values), 2), np.int32)
-        own[:, 0], own[:, 1] = values, self._number
-        half = self._halves[self._number % 2, :, : len(values)]
+        values = tensor.detach().contiguous().numpy().reshape(-1).view(np.int32)
+        own = np.empty((1 + len(values), 2), np.int32)
+        own[0, 0], own[1:, 0], own[:, 1] = len(values), values, self._number
+        half = self._halves[self._number % 2, :, : len(own)]
         half[self._rank] = own.view(np.int64)[:, 0]
+        sizes = half[:, :1].view(np.int32)
         start = looked = time.perf_counter()
         failure = None
         while True:
-            found = half.copy().view(np.int32).reshape(*half.shape, 2)
-            if (found[..., 1] == self._number).all():
-                return torch.from_numpy(found[..., 0].copy()).view(tensor.dtype).view(len(half), *tensor.shape)
+            # The first word of each says that it is worth looking at the others.
+            if (sizes[:, 1] == self._number).all():
+                found = half.copy().view(np.int32).reshape(*half.shape, 2)
+                if (found[:, 0, 0] != len(values)).any():
+                    raise RuntimeError(f"shared_gather: the ranks bring {found[:, 0, 0].tolist()} words: they do not do the same")
+                if (found[..., 1] == self._number).all():
+                    return torch.from_numpy(found[:, 1:, 0].copy()).view(tensor.dtype).view(len(half), *tensor.shape)
             if failure is not None:
                 raise RuntimeError(f"shared_gather: {failure}")
             now = time.perf_counter()
@@ -96,6 +102,11 @@ class SharedGather:
     def close(self) -> None:
         """Let the others no longer wait for this process."""
         self._left[self._rank] = 1
+
+
+def nbytes(count: int) -> int:
+    """Of the memory of `count` processes."""
+    return 8 * count * (HEADER + 2 * (1 + CAPACITY))
 
 
 _opened: WeakKeyDictionary[Any, SharedGather | None] = WeakKeyDictionary()
@@ -145,7 +156,7 @@ def _open(group: Any) -> SharedGather | None:
     if rank == 0 and hasattr(os, "memfd_create"):
         with suppress(OSError):
             descriptor = os.memfd_create("shared_gather")
-            os.ftruncate(descriptor, 8 * count * (HEADER + 2 * CAPACITY))
+            os.ftruncate(descriptor, nbytes(count))
             os.pwrite(descriptor, name.to_bytes(8, "little"), 0)
     this = psutil.Process()
     places: list[Any] = [None] * count
