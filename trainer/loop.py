@@ -195,7 +195,7 @@ def optimizer_step(run: Run, made_of: Update, losses: list[Tensor]) -> bool:
     if scaler is None:
         # Not module.parameters(): walking through the modules takes longer than the look.
         trained = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-        run.finite.see(made_of, losses, [parameter.grad for parameter in trained if parameter.grad is not None], norm)
+        run.finite.see(made_of, losses, [gradient for parameter in trained if (gradient := parameter.grad) is not None], norm)
         note_finding(run)
     lr = run.lr
     for group in run.optimizer.param_groups:
