@@ -21,7 +21,7 @@ accuracy    `--config mnist` to 99 % of the test images.
 two         2 processes x 1 thread, with and without SyncBN, against 1 process x 2 threads.
 growth      5,000, 60,000 and 600,000 images in memory.
 overhead    ours and the limit, an epoch of each in turn in one process, and what an update takes beyond forward, backward and optimizer:
-            overhead.py. The ratio to the limit comes from here: on a small machine two processes of the same kind differ by a third.
+            overhead.py. Stricter than processes in turn: the limit, too, keeps freed memory (trainer/cpu.py), and sees the same minute.
 """
 
 import argparse
