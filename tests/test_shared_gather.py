@@ -83,6 +83,8 @@ def one_cannot(processes: Processes, fault: str) -> bool:
         if rank == 1 and fault == "closed":
             raise PermissionError("/proc/1/fd/3")
         if rank == 1 and fault == "other pids":
+            places = [(places[0][0], places[0][1] + 10, *places[0][2:]), places[1]]
+        if rank == 1 and fault == "clock":
             places = [(places[0][0], places[0][1] + 1, *places[0][2:]), places[1]]
         if rank == 1 and fault == "other memory":
             places = [(*places[0][:3], places[0][3] + 1), places[1]]
@@ -97,7 +99,9 @@ def one_cannot(processes: Processes, fault: str) -> bool:
         shared_gather._attach = attach
 
 
-@pytest.mark.parametrize(("fault", "opened"), [("closed", False), ("other pids", False), ("other memory", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("fault", "opened"), [("closed", False), ("other pids", False), ("other memory", False), ("clock", True), ("none", True)]
+)
 def test_all_use_the_backend_where_one_cannot_see_the_memory(two_ranks: Ranks, fault: str, opened: bool) -> None:
     """As another host's process, or another container's, cannot."""
     assert two_ranks.run(one_cannot, fault) == [opened, opened]
