@@ -21,11 +21,11 @@ WAYS = ("as it is", "threads sleep", "memory kept", "both")
 def measure(way: str, batch_size: int, steps: int) -> float:
     """Median milliseconds of a training step, of this process."""
     sys.path.insert(0, str(ROOT))
-    if way in ("threads sleep", "both"):
-        os.environ["GOMP_SPINCOUNT"] = "10000"
-    if way in ("memory kept", "both"):
-        from trainer.cpu import keep_freed_memory
+    from trainer.cpu import SPIN_COUNT, keep_freed_memory
 
+    if way in ("threads sleep", "both"):
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    if way in ("memory kept", "both"):
         keep_freed_memory()
     import torch
     import torch.nn.functional as F

@@ -4,7 +4,7 @@ contenders/limit.py, an epoch of each in turn in the same process, so that both 
     python benchmarks/overhead.py --rounds 6
     python benchmarks/overhead.py --rounds 6 --mixed_precision bf16      # other flags are the trainer's
 
-The innermost parts of each update are timed by wrapping them (`wrap_functions` and `wrap_handles` name them) while `trainer.main` trains;
+The innermost parts of each update are timed by wrapping them (`wrap_functions` and `wrap_optimizer` name them) while `trainer.main` trains;
 what is left of an epoch is hooks, log lines, metrics, and Accelerate's wrappers, and what the bare loop has too: Python's own loop, and
 letting go of the graph. The price is two readings of a clock for each part; it is measured on a function that does nothing, and printed.
 The first epoch of each is left out; medians over the others. After each epoch, its evaluation beside the forward pass alone.
@@ -113,11 +113,10 @@ class Bare:
 
         from trainer.models.convnet import ConvNet
 
-        train, test = run.data.train, run.data.test
-        everything = slice(None)
-        self.images: Any = Indexed(run.normalize(train.images[everything]), clock)
+        train = run.data.train
+        self.images: Any = Indexed(run.normalize(train.images), clock)
         self.labels: Any = Indexed(train.labels, clock)
-        self.test_images = run.normalize(test.images[everything])
+        self.test_images = run.normalize(run.data.test.images)
         channels, *size = train.shape
         self.model = ConvNet(channels, tuple(size), len(run.data.classes)).to(memory_format=torch.channels_last)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=run.config.lr, fused=True)

@@ -13,7 +13,8 @@ from tests.helpers import ROOT
 
 # From low to high: a module imports lower layers and its own package only.
 LAYERS = [
-    {"stops", "cpu", "shared_gather"},
+    {"stops", "cpu", "process"},
+    {"shared_gather"},
     {"runtime"},
     {"files", "finite", "pace", "plot", "record", "watch", "writer"},
     {"config", "curves", "page", "seeding"},

@@ -119,7 +119,9 @@ def test_a_group_of_one(two_ranks: Ranks) -> None:
 def pair() -> tuple[SharedGather, SharedGather]:
     """Two ranks' ends, in this process."""
     memory = mmap.mmap(-1, nbytes(2))
-    return SharedGather(memory, 0, [psutil.Process()]), SharedGather(memory, 1, [psutil.Process()])
+    this = psutil.Process()
+    others = [(this.pid, this.create_time())]
+    return SharedGather(memory, 0, others), SharedGather(memory, 1, others)
 
 
 def started(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

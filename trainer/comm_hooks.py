@@ -58,7 +58,12 @@ def reduce_in_memory(state: None, bucket: dist.GradBucket) -> torch.futures.Futu
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
     # A product, as in DDP: a quotient can have another last bit.
     torch.sum(memory.all_gather(buffer.mul_(1 / dist.get_world_size())), 0, out=buffer)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    return finished(buffer)
+
+
+def finished(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """What a hook that has done its work returns."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
     done.set_result(buffer)
     return done
 
@@ -172,10 +177,7 @@ def reduce(state: PowerSgd, bucket: dist.GradBucket) -> torch.futures.Future[tor
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
     # One bucket after the other, so that all ranks send the same at the same time.
     state.compress(bucket.gradients(), bucket.parameters())
-    buffer = bucket.buffer()
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
-    done.set_result(buffer)
-    return done
+    return finished(bucket.buffer())
 
 
 def describe_communication(config: Config, processes: int, shared: bool = False) -> str | None:

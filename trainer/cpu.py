@@ -8,6 +8,8 @@ from typing import Any
 # Of glibc's mallopt(3).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 1 << 30
+# With a tenth of it, threads that sleep between the parts of a small model's step, and have to be woken, took a fifth of the step.
+SPIN_COUNT = "10000"
 
 
 def prepare_process() -> None:
@@ -17,8 +19,7 @@ def prepare_process() -> None:
     second training) they take the cores from the thread that they wait for, and a step takes several times as long.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        # With a tenth of it, threads that sleep between the parts of a small model's step, and have to be woken, took a fifth of the step.
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if not any(name.startswith("MALLOC_") or name == "LD_PRELOAD" for name in os.environ):
         keep_freed_memory()
 

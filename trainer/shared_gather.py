@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from trainer.process import find_process
+
 # Words of 8 bytes that each process may write at once: 256 KB of data.
 CAPACITY = 1 << 16
 # Words of each process before the data: a name of the memory (rank 0's), and whether the process has left.
 HEADER = 2
 # Seconds of looking without pause, which is as long as updates of small models differ; of a pause after them; between looks at the others.
 EAGER, PAUSE, LOOK = 2e-3, 2e-4, 0.2
-# Seconds by which the start of one process can seem to differ.
-SAME = 2.0
 # Exchanges until their numbers come again. Even: two in a row lie in different halves of the memory.
 NUMBERS = 1 << 30
 
@@ -41,10 +41,10 @@ class SharedGather:
     It has two halves, which exchanges use in turn: a process that writes exchange n + 2 has read n + 1, which all wrote after reading n.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, others: list[psutil.Process]) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, others: list[tuple[int, float]]) -> None:
         """
         Args:
-            others: the processes of the other ranks.
+            others: the other ranks' processes: their pids, and when they started.
         """
         count = len(others) + 1
         words = np.frombuffer(memory, np.int64)
@@ -97,7 +97,7 @@ class SharedGather:
 
     def _failure(self, waited: float) -> str | None:
         """Why the others can no longer come."""
-        if self._left.any() or not all(map(_runs, self._others)):
+        if self._left.any() or not all(find_process(*other) for other in self._others):
             return "connection closed by peer"
         return f"another rank did not come within {waited:.0f} s" if waited > default_pg_timeout.total_seconds() else None
 
@@ -164,7 +164,7 @@ def _open(group: Any) -> SharedGather | None:
     places: list[Any] = [None] * count
     dist.all_gather_object(places, (this.pid, this.create_time(), descriptor, name), group=group)
     shared = None
-    with suppress(OSError, ValueError, psutil.Error):
+    with suppress(OSError, ValueError):
         shared = _attach(rank, places)
     have: list[Any] = [None] * count
     dist.all_gather_object(have, shared is not None, group=group)
@@ -179,13 +179,11 @@ def _attach(rank: int, places: list[tuple[int, float, int | None, int]]) -> Shar
         places: each rank's pid, when its process started, and, of rank 0, the descriptor and the name of the memory.
 
     Raises:
-        OSError, ValueError, psutil.Error: rank 0's process cannot be seen from here, or not looked into.
+        OSError, ValueError: rank 0's process cannot be looked into.
     """
     pid, _, descriptor, name = places[0]
-    others = [psutil.Process(other) for number, (other, *_) in enumerate(places) if number != rank]
-    born = [started for number, (_, started, *_) in enumerate(places) if number != rank]
-    # Other processes of the same pids. The kernel counts from its start, whose time moves a little when the clock is set.
-    if descriptor is None or any(abs(other.create_time() - start) > SAME for other, start in zip(others, born, strict=True)):
+    others = [(other, born) for number, (other, born, *_) in enumerate(places) if number != rank]
+    if descriptor is None or not all(find_process(*other) for other in others):
         return None
     file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
@@ -194,9 +192,3 @@ def _attach(rank: int, places: list[tuple[int, float, int | None, int]]) -> Shar
         os.close(file)
     # Another container, or host, can have the same pids.
     return SharedGather(memory, rank, others) if int.from_bytes(memory[:8], "little") == name else None
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

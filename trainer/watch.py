@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from trainer.process import find_process
 from trainer.runtime import Processes, UserError
 
 # What `Watch.at` marks, as it stands after "waits in" and "last seen in".
@@ -483,7 +484,7 @@ class Watch:
         for _ in range(30):
             if entry.host != self._table[self.rank].host:
                 return False
-            process = _process(entry.pid, entry.born)
+            process = find_process(entry.pid, entry.born)
             if process is None:
                 return True
             time.sleep(0.01)
@@ -492,7 +493,7 @@ class Watch:
     def _bury(self, entry: Entry) -> None:
         """Kill the data workers that a killed rank of this host left behind: they hold its connections of the process group open."""
         if entry.state == LOST and self._gone(entry):
-            _kill(filter(None, (_process(pid, born) for pid, born in entry.children)))
+            _kill(filter(None, (find_process(pid, born) for pid, born in entry.children)))
 
     # The watching thread.
 
@@ -578,7 +579,7 @@ class Watch:
                     "or the host or the network to it is down"
                 )
                 continue
-            process = _process(entry.pid, entry.born)
+            process = find_process(entry.pid, entry.born)
             stopped = process is not None and process.status() == psutil.STATUS_STOPPED
             lines.append(f"rank {rank}: its process {entry.pid} {'is stopped' if stopped else 'does not answer'}")
         if 0 in silent and self.count > 2:
@@ -658,7 +659,7 @@ class Watch:
 
     def _end_peer(self, entry: Entry) -> None:
         """Make a process of this host that does not answer write its stacks, and kill it and its children."""
-        process = _process(entry.pid, entry.born)
+        process = find_process(entry.pid, entry.born)
         if process is None:
             return
         with suppress(psutil.Error):
@@ -826,15 +827,6 @@ def _children(entry: Entry) -> list[tuple[int, float]]:
             with suppress(psutil.Error):
                 found.append((pid, known[pid] if pid in known else psutil.Process(pid).create_time()))
     return found
-
-
-def _process(pid: int, born: float) -> psutil.Process | None:
-    """The process that had this number then; None when it is no more."""
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        if abs(process.create_time() - born) < 2 and process.status() != psutil.STATUS_ZOMBIE:
-            return process
-    return None
 
 
 def _have_stacks_written(process: psutil.Process, file: Path, deadline: float) -> None:
